@@ -50,7 +50,7 @@ def count_in_forks() -> None:
 
 def blocks_measured() -> int:
     """Returns how many models' blocks this process has measured, or knows from another."""
-    blocks = sys.modules.get("shardbook.plan.blocks")
+    blocks = sys.modules.get("shardbook.plan.measure_blocks")
     return len(blocks.KNOWN_BLOCKS[0]) if blocks else 0
 
 

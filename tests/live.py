@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardbook.plan.simulate import Followed
+from shardbook.plan.simulate import PeakTracker
 
 
 def allocated(work: Callable[[], object]) -> tuple[int, int]:
@@ -38,7 +38,7 @@ def allocated(work: Callable[[], object]) -> tuple[int, int]:
     return most, held
 
 
-class SettledBytes(Followed):
+class SettledBytes(PeakTracker):
     """What lives, of ranks on gloo: its thread lets go of what it sent only when it has its next slice of the scheduler
     after its work was waited for (up to 15 ms, once in seven exchanges, on a machine with little else to do).
 

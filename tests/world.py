@@ -167,7 +167,7 @@ def _rank(variables: dict[str, str], pipe: Connection, fn, args) -> None:
 
 def know_blocks() -> None:
     """Adds what earlier worlds of this session measured of blocks, a third of a short run; rank 0 tells the others."""
-    from shardbook.plan.blocks import KNOWN_BLOCKS
+    from shardbook.plan.measure_blocks import KNOWN_BLOCKS
 
     with contextlib.suppress(FileNotFoundError):
         for own, earlier in zip(KNOWN_BLOCKS, pickle.loads(measured().read_bytes()), strict=True):
@@ -175,7 +175,7 @@ def know_blocks() -> None:
 
 
 def keep_blocks() -> None:
-    from shardbook.plan.blocks import KNOWN_BLOCKS
+    from shardbook.plan.measure_blocks import KNOWN_BLOCKS
 
     part = measured().with_suffix(f".{os.getpid()}")
     part.write_bytes(pickle.dumps(KNOWN_BLOCKS))

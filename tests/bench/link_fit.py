@@ -18,7 +18,7 @@ from shardbook.parallel.units import Unit
 from shardbook.plan.hardware import Cluster
 from shardbook.plan.speed import exposed_seconds
 from shardbook.recipe import Parallel, Precision
-from shardbook.run.measured import Sample, calibrate
+from shardbook.run.measured import CalibrationRun, calibrate
 
 MBIT = {"unlimited": 1e9, "1gbit": 1000, "200mbit": 200, "50mbit": 50}
 KNOWN_RATE, KNOWN = "1gbit", ("qwZ", "qwZ+hpZ")
@@ -51,8 +51,8 @@ def predict(medians: dict, known_rate: str = KNOWN_RATE, known: tuple[str, ...] 
     gpu = replace(GPUS["h100-80gb"], link=1e18)  # inside a node: computing
     cluster = Cluster(gpu, gpus=4, a_node=2, nics=1.0)
 
-    def sample(name: str) -> Sample:
-        return Sample(
+    def sample(name: str) -> CalibrationRun:
+        return CalibrationRun(
             medians[known_rate][name]["seconds"], lambda found: step_seconds(layouts[name], known_rate, found)
         )
 

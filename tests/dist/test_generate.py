@@ -39,7 +39,7 @@ def run_all(recipe, runs):
     ranks, said = start_distributed(), {}
     for name, words in runs.items():
         seen = {"tokens": {}, "prompts": None, "stops": None, "gathers": set()}
-        real = generate.Samples._continue
+        real = generate.Generation._continue
 
         def spy(samples, step, seen=seen, real=real):
             before = settings_of(samples.sharded), torch.get_rng_state()
@@ -59,13 +59,13 @@ def run_all(recipe, runs):
             seen["sharded"] = apply_stage(*given)
             return seen["sharded"]
 
-        generate.Samples._continue = spy
+        generate.Generation._continue = spy
         replace(apply_stage, apply_seen)
         recipe_of_run = load_recipe(recipe, [*words, f"run.name={name}"])
         try:
             assert train.train(recipe_of_run, recipe, ranks) == 0
         finally:
-            generate.Samples._continue = real
+            generate.Generation._continue = real
             replace(apply_seen, apply_stage)
         said[name] = {key: seen[key] for key in ("tokens", "prompts", "stops", "gathers")} | {
             "weights": digest(seen["sharded"])

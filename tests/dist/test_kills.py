@@ -29,7 +29,7 @@ def straight(recipe):
 
 def plan_nothing():
     """Memory that is planned has no part in this, and takes half the time of a start."""
-    from shardbook.plan.blocks import Unmeasured
+    from shardbook.plan.measure_blocks import Unmeasured
     from shardbook.run import prepare
 
     def check_host(*given):

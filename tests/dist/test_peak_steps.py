@@ -52,9 +52,9 @@ def measure(shape, batch, length, params, cases, bound, *more):
     from shardbook.parallel.layout import build_layout
     from shardbook.parallel.mesh import build_mesh
     from shardbook.parallel.sharding import apply_stage
+    from shardbook.plan.memory_trace import full_rows
     from shardbook.plan.peak import predict_peak
     from shardbook.plan.simulate import _optimizer_state
-    from shardbook.plan.timeline import full_rows
     from shardbook.recipe import parse_recipe
 
     dist.init_process_group("gloo")

@@ -39,7 +39,7 @@ def facts(job):
 
 def jobs_of_a_run(words, ranks_planned):
     """The job that this rank prepares, on its way into a run, and how often it measures blocks for that."""
-    from shardbook.plan import blocks
+    from shardbook.plan import measure_blocks as blocks
 
     jobs, measured, measure = [], [], blocks.measure
     for known in blocks.KNOWN_BLOCKS:
@@ -104,7 +104,7 @@ def test_a_cpu_refuses_what_its_memory_does_not_hold(recipe, monkeypatch):
 
 def train_unmeasured(words):
     """A model whose blocks need values to run: there is no plan of it."""
-    from shardbook.plan.blocks import Unmeasured
+    from shardbook.plan.measure_blocks import Unmeasured
     from shardbook.run import prepare
 
     def predict_peak(*_):

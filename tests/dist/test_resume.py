@@ -222,10 +222,10 @@ def stop_in_a_long_phase(place, number, rank_that_is_told, words):
     import signal
 
     from shardbook.run import evaluation, saver
-    from shardbook.run.generate import Samples
+    from shardbook.run.generate import Generation
 
     owner, name = {
-        "samples": (Samples, "_continue"),
+        "samples": (Generation, "_continue"),
         "evaluate": (evaluation, place),
         "save_checkpoint": (saver, place),
     }[place]

@@ -18,9 +18,10 @@ from shardbook.model import causal_lm
 from shardbook.model.causal_lm import build_model, materialize
 from shardbook.model.selfcheck import check_family
 from shardbook.model.shrink import keep_layers
-from shardbook.plan import blocks
-from shardbook.plan.blocks import kinds_of, measure_blocks
-from shardbook.plan.timeline import LiveBytes, meta_tensors
+from shardbook.plan import activation_bytes
+from shardbook.plan import measure_blocks as blocks
+from shardbook.plan.measure_blocks import kinds_of, measure_blocks
+from shardbook.plan.memory_trace import LiveBytes, meta_tensors
 
 SIZES = {
     "vocab_size": 1024,
@@ -147,7 +148,6 @@ def planned(family, stage, checkpointing, one_kind=False):
     """(the plan's peak, the simulated one) of a small model of four layers."""
     from shardbook.model.laid_out import World, lay_out
     from shardbook.objectives import build_objective
-    from shardbook.plan import work
     from shardbook.plan.peak import predict_peak
     from shardbook.plan.simulate import simulate_step
 
@@ -158,7 +158,7 @@ def planned(family, stage, checkpointing, one_kind=False):
     laid = lay_out(recipe, World(8, 8), made(**SIZES, **more, pad_token_id=0), None)
     assert kinds_of(laid.config) == KINDS[family]
     if one_kind:
-        work.kinds_of = lambda config: (0,) * config.num_hidden_layers
+        activation_bytes.kinds_of = lambda config: (0,) * config.num_hidden_layers
     peak = predict_peak(laid.layout, laid.config, recipe).total
     objective = build_objective(recipe.method, recipe.preference, recipe.distill)
     return peak, simulate_step(laid, objective.terms).peak_bytes

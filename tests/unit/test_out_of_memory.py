@@ -24,7 +24,7 @@ def test_out_of_memory_says_what_was_predicted_measured_and_would_fit(monkeypatc
     model = torch.nn.Linear(1000, 1000, bias=False)
     model(torch.ones(1, 1000)).sum().backward()
     fits = OomGuard(
-        SimpleNamespace(layout=layout, config=made, recipe=recipe, unplanned=""), ShardedModel(model, layout, {})
+        SimpleNamespace(layout=layout, config=made, recipe=recipe, no_plan_reason=""), ShardedModel(model, layout, {})
     )
     for name, value in {
         "is_available": lambda: True,

@@ -15,10 +15,10 @@ from shardbook.model.attention import KERNELS
 from shardbook.model.causal_lm import build_model, count_flops
 from shardbook.model.loss_head import LossHead
 from shardbook.parallel.layout import build_layout
-from shardbook.plan.blocks import measure_blocks
-from shardbook.plan.change import _changes, smallest_change
+from shardbook.plan.activation_bytes import loss_bytes
+from shardbook.plan.measure_blocks import measure_blocks
 from shardbook.plan.peak import predict_peak
-from shardbook.plan.work import loss_bytes
+from shardbook.plan.smallest_change import _changes, smallest_change
 from shardbook.recipe import Activation, Parallel, Precision, Recipe, Train
 
 ROWS, LENGTH = 2, 128

@@ -63,7 +63,7 @@ def bytes_of_stage(words, stage):
         model = build_adapted(recipe, config, KERNELS["varlen"], None, dist.get_rank(), WORLD)
         layout = build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, WORLD, 8)
         apply_checkpointing(model.all_blocks, recipe.activation)
-        sharded, live = apply_stage(model, layout, build_mesh(layout.sizes, "cpu")), simulate.Followed()
+        sharded, live = apply_stage(model, layout, build_mesh(layout.sizes, "cpu")), simulate.PeakTracker()
         with FakeTensorMode(allow_non_fake_inputs=True), live:
             materialize(model, torch.device("cpu"))
             state = simulate._optimizer_state(model, recipe.optim.name)

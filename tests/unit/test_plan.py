@@ -12,7 +12,6 @@ from shardbook.model.causal_lm import count_flops
 from shardbook.model.shapes import hub_id, known_shapes
 from shardbook.plan.advice import advise
 from shardbook.plan.advised import write_advised
-from shardbook.plan.axes import describe_sharing
 from shardbook.plan.cluster import build_planner, stage_settings
 from shardbook.plan.formulas import paper_resident
 from shardbook.plan.hardware import (
@@ -38,6 +37,7 @@ from shardbook.plan.speed import (
     inside_seconds,
     predict_perf_metrics,
 )
+from shardbook.plan.tp_cp_traffic import describe_sharing
 from shardbook.recipe import STAGES, Parallel, Recipe, dump_recipe, find_recipe, load_recipe, with_settings
 from shardbook.run.log.console import describe_peak
 from shardbook.run.measured import calibrate, read_sample

@@ -118,12 +118,12 @@ def simulated(model, blocks, batch, stage, micros, precision):
     from shardbook.optim.table import OPTIMIZERS
     from shardbook.parallel.replicated import map_tensors
     from shardbook.plan.module import call_model
-    from shardbook.plan.simulate import Followed
+    from shardbook.plan.simulate import PeakTracker
 
     dist.init_process_group("fake", rank=0, world_size=8, store=fake_store())
     try:
         sharded = shard_model(model, blocks=blocks, stage=stage, precision=precision)
-        with fake_tensors(), Followed() as live:
+        with fake_tensors(), PeakTracker() as live:
             model.to_empty(device="cpu")
             if hasattr(model, "tie_weights"):  # to_empty makes two of a tied one
                 model.tie_weights()

@@ -9,9 +9,9 @@ from typing import Any
 
 from shardbook.compare.page import Panel, panel_of, render
 from shardbook.plan.cluster import Candidate
-from shardbook.plan.lanes import lay_in_time
 from shardbook.plan.peak import GB, Peak, predict_moments
 from shardbook.plan.report import PARTS, Report, describe_advice, facts, min_gpus_words
+from shardbook.plan.step_timeline import lay_in_time
 from shardbook.recipe import find_stage
 
 WORLDS = (8, 16, 32, 64, 128, 256, 512, 1024)

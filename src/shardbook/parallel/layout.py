@@ -108,8 +108,8 @@ class Layout:
         return self.shards == 1 and self.tp_size == 1 and self.offload.optimizer == "none"
 
     @cached_property
-    def known(self) -> dict[Any, Any]:
-        """What `once_a_layout` has computed of it."""
+    def cache(self) -> dict[Any, Any]:
+        """What `cached_per_layout` has computed of it."""
         return {}
 
     @cached_property
@@ -197,16 +197,18 @@ class Layout:
         return groups | (pipeline_groups(groups[PP], rank) if PP in groups else {})
 
 
-def once_a_layout(function: Callable[Concatenate[Layout, More], Answer]) -> Callable[Concatenate[Layout, More], Answer]:
+def cached_per_layout(
+    function: Callable[Concatenate[Layout, More], Answer],
+) -> Callable[Concatenate[Layout, More], Answer]:
     """Makes `function` compute once what it returns of a layout and other arguments, which can be hashed."""
 
     @wraps(function)
-    def known(layout: Layout, /, *more: More.args, **named: More.kwargs) -> Answer:
-        if (key := (function, more, *named.items())) not in layout.known:
-            layout.known[key] = function(layout, *more, **named)
-        return layout.known[key]
+    def cached(layout: Layout, /, *more: More.args, **named: More.kwargs) -> Answer:
+        if (key := (function, more, *named.items())) not in layout.cache:
+            layout.cache[key] = function(layout, *more, **named)
+        return layout.cache[key]
 
-    return known
+    return cached
 
 
 def build_layout(

@@ -24,11 +24,11 @@ from shardbook.model.weights import student_parameters
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.mesh import describe_sizes
 from shardbook.parallel.units import Unit, count_parameters
-from shardbook.plan.axes import read_inside
 from shardbook.plan.formulas import predict_copied, predict_traffic
 from shardbook.plan.hardware import Cluster
 from shardbook.plan.peak import Peak, predict_fullest
-from shardbook.plan.speed import Note, StepTime, model_flops, predict_step
+from shardbook.plan.speed import StepTime, Tracer, model_flops, predict_step
+from shardbook.plan.tp_cp_traffic import read_inside
 from shardbook.recipe import Offload, Parallel, Recipe, RecipeError, conflicts, resolve_precision, with_settings
 from shardbook.recipe.stages import OF_ANY, STAGES, SWITCHES, find_stage
 
@@ -60,7 +60,7 @@ class Candidate:
         """The time of its step: the slowest pipeline stage's. Most candidates do not fit, and are never asked."""
         return max(map(self.time_of, self.layouts), key=lambda each: each.seconds)
 
-    def time_of(self, layout: Layout, note: Note | None = None) -> StepTime:
+    def time_of(self, layout: Layout, note: Tracer | None = None) -> StepTime:
         """Returns the time of a step of the pipeline stage with `layout`. `note`: as predict_step takes it."""
         asked = self.planner.config, self.recipe, self.planner.flops, self.planner.document_tokens, self.cluster
         return predict_step(layout, *asked, note)

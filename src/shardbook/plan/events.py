@@ -18,17 +18,16 @@ from shardbook.comm.quantize import buffer_bytes
 from shardbook.memory.host_state import moved_bytes, plan_unit
 from shardbook.optim.muon import WIRE_BYTES
 from shardbook.optim.table import OPTIMIZERS
-from shardbook.parallel.layout import Layout, once_a_layout
+from shardbook.parallel.layout import Layout, cached_per_layout
 from shardbook.parallel.mesh import rank_along
 from shardbook.parallel.schedule import Action
 from shardbook.parallel.units import Unit, shard_rows
 
 COUNTS_BYTES = 5 * 8  # the step's counts: five fp64 numbers summed over all ranks
 FLAGS_BYTES = 4 * 8  # its flags, a sum of their own
-Made = tuple[list["Event"], frozenset[Unit]]  # of a pass, and the units that are gathered at its end
 NORM_BYTES = 8  # the squared gradient norm, one fp64 number
 
-Sends = tuple[tuple[str, str, int], ...]  # operation, mesh axis, payload bytes
+Collectives = tuple[tuple[str, str, int], ...]  # operation, mesh axis, payload bytes
 
 
 class Event(NamedTuple):
@@ -39,7 +38,7 @@ class Event(NamedTuple):
 
     what: str
     unit: Unit | None = None
-    sends: Sends = ()
+    sends: Collectives = ()
 
 
 class Pass(NamedTuple):
@@ -50,23 +49,23 @@ class Pass(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Inside:
+class BlockTraffic:
     """The messages of a micro-batch along tp and cp inside a pass, and along pp after it. By default none."""
 
     layers: int = 0  # of the whole model
     recomputed: frozenset[int] = frozenset()  # numbers of blocks that run again in backward
-    forward: Sends = ()  # of a block
-    backward: Sends = ()
-    again: Sends = ()  # of the backward of a block that is recomputed
-    embedding: tuple[Sends, Sends] = ((), ())  # of its forward, and backward
-    loss: tuple[Sends, Sends] = ((), ())  # with the last norm before it
+    forward: Collectives = ()  # of a block
+    backward: Collectives = ()
+    recompute: Collectives = ()  # of the backward of a block that is recomputed
+    embedding: tuple[Collectives, Collectives] = ((), ())  # of its forward, and backward
+    loss: tuple[Collectives, Collectives] = ((), ())  # with the last norm before it
     stream_bytes: int = 0  # of the activations that go to the next pipeline stage, and of their gradient
 
 
 # ---- the volume of one collective
 
 
-def gathering(layout: Layout, unit: Unit, is_forward: bool) -> Sends:
+def gathering(layout: Layout, unit: Unit, is_forward: bool) -> Collectives:
     """Returns the all-gather of `unit`: in the compute dtype, or quantized. In backward secondary shards are gathered
     inside their group, unquantized."""
     shards, switches = layout.shards, layout.switches
@@ -79,7 +78,7 @@ def gathering(layout: Layout, unit: Unit, is_forward: bool) -> Sends:
     return (("all_gather", INSIDE if is_secondary else DP_SHARD, payload),)
 
 
-def reduction(layout: Layout, unit: Unit) -> Sends:
+def reduction(layout: Layout, unit: Unit) -> Collectives:
     """Returns the collectives that reduce gradients of `unit` over its shards: a reduce-scatter, or qgZ's hops."""
     shards = layout.shards
     trained = unit.padded_numel(shards, trained_only=True)
@@ -94,16 +93,16 @@ def reduction(layout: Layout, unit: Unit) -> Sends:
     return tuple(hops)
 
 
-def replica_sum(layout: Layout, units: Iterable[Unit]) -> Sends:
+def replica_sum(layout: Layout, units: Iterable[Unit]) -> Collectives:
     """Returns the all-reduce across replicas of a rank's shards of the gradients of `units` together."""
     numel = sum(unit.padded_numel(layout.shards, trained_only=True) for unit in units) // layout.shards
     payload = numel * layout.dtype("reduce").itemsize
     return (("all_reduce", DP_REPLICATE, payload),) if layout.replicas > 1 and payload else ()
 
 
-def muon_exchanges(layout: Layout) -> Sends:
+def muon_exchanges(layout: Layout) -> Collectives:
     """Returns Muon's all-to-alls: of each shape as many matrices at a time as there are shards, there and back."""
-    exchanges: Sends = ()
+    exchanges: Collectives = ()
     shapes = Counter(shape for unit in layout.units for shape in unit.trained_matrices)
     for shape, count in shapes.items() if layout.shards > 1 else ():
         whole = round_up(shape[0], layout.shards) * prod(shape[1:]) * WIRE_BYTES
@@ -122,31 +121,33 @@ def tied_numel(layout: Layout, rank: int) -> int:
 
 
 class _Chunk:
-    """Makes the passes through one chunk of layers."""
+    """The passes through one chunk of layers."""
 
-    def __init__(self, layout: Layout, number: int, own: Layout, layers: int):
-        pipeline, self.layout = layout.pipeline, own
+    def __init__(self, layout: Layout, number: int, chunk_layout: Layout, layers: int):
+        pipeline, self.layout = layout.pipeline, chunk_layout
         self.is_first, self.is_last = pipeline.is_first(number), pipeline.is_last(number)
-        self.made: dict[tuple[object, ...], Made] = {}
+        self.passes: dict[tuple[object, ...], tuple[list[Event], frozenset[Unit]]] = {}
         numbers = list(pipeline.own_layers(number, layers))
-        units = [unit for unit in own.units if any(unit.hidden) and not unit.forward_only]
+        units = [unit for unit in chunk_layout.units if any(unit.hidden) and not unit.forward_only]
         self.first_block = units[0] if units else None
-        self.of_blocks = {*units, *(unit for unit in own.units if unit.in_block and not unit.forward_only)}
+        self.of_blocks = {*units, *(unit for unit in chunk_layout.units if unit.in_block and not unit.forward_only)}
         self.number_of = dict(zip(units, numbers, strict=False))  # of a unit that is a block, in the whole model
 
-    def run(self, is_forward: bool, is_last: bool, gathered: frozenset[Unit], inside: Inside) -> Made:
+    def run(
+        self, is_forward: bool, is_last: bool, gathered: frozenset[Unit], inside: BlockTraffic
+    ) -> tuple[list[Event], frozenset[Unit]]:
         """Returns the events of a pass that begins with the units `gathered`, and those with which it ends; `is_last`:
         the backward is its step's last."""
         key = is_forward, is_last, gathered, inside
-        if key not in self.made:
+        if key not in self.passes:
             now = set(gathered)
             events = list(self._forward(now, inside) if is_forward else self._backward(now, is_last, inside))
             begins, ends = (self.is_first, self.is_last) if is_forward else (self.is_last, self.is_first)
             passed = (("p2p", PP_FORWARD if is_forward else PP_BACKWARD, inside.stream_bytes),)
             events[:0] = [] if begins else [Event("receive")]
             events += [] if ends else [Event("send", None, passed)]
-            self.made[key] = events, frozenset(now)
-        return self.made[key]
+            self.passes[key] = events, frozenset(now)
+        return self.passes[key]
 
     def _gather(self, units: Iterable[Unit], now: set[Unit], is_forward: bool) -> Iterator[Event]:
         for unit in units:
@@ -161,15 +162,15 @@ class _Chunk:
             now.remove(unit)
             yield Event("free", unit)
 
-    def _exchanges(self, unit: Unit, inside: Inside, is_forward: bool) -> Sends:
+    def _exchanges(self, unit: Unit, inside: BlockTraffic, is_forward: bool) -> Collectives:
         """Returns what `unit` sends inside a pass, where it is a block."""
         if unit not in self.number_of:
             return ()
         if is_forward:
             return inside.forward
-        return inside.again if self.number_of[unit] in inside.recomputed else inside.backward
+        return inside.recompute if self.number_of[unit] in inside.recomputed else inside.backward
 
-    def _forward(self, now: set[Unit], inside: Inside) -> Iterator[Event]:
+    def _forward(self, now: set[Unit], inside: BlockTraffic) -> Iterator[Event]:
         order, replicated, running = self.layout.run_order(is_forward=True), self.layout.is_replicated, list[Unit]()
 
         def leave(unit: Unit) -> Iterator[Event]:
@@ -193,7 +194,7 @@ class _Chunk:
         while running:
             yield from leave(running.pop())
 
-    def _backward(self, now: set[Unit], is_last: bool, inside: Inside) -> Iterator[Event]:
+    def _backward(self, now: set[Unit], is_last: bool, inside: BlockTraffic) -> Iterator[Event]:
         layout, running, late = self.layout, list[Unit](), list[Unit]()
         buckets = layout.buckets if layout.is_replicated else []
         unsent = [(set(bucket), replica_sum(layout, bucket)) for bucket in buckets]
@@ -247,11 +248,11 @@ class _Chunk:
             yield Event("sum", None, (("all_reduce", TP, flat),))
 
 
-def step_passes(layout: Layout, micros: int, forwards: int = 1, inside: Sequence[Inside] = ()) -> list[Pass]:
+def step_passes(layout: Layout, micros: int, forwards: int = 1, inside: Sequence[BlockTraffic] = ()) -> list[Pass]:
     """Returns the passes of a step of `micros` micro-batches, in order. Before each backward there are `forwards`
     forwards; it belongs to the last one. `inside`: the messages of each micro-batch inside its passes; empty: none."""
     chunks = _chunks(layout) if not inside else _make_chunks(layout, inside[0].layers)
-    inside = inside or [Inside()] * micros
+    inside = inside or [BlockTraffic()] * micros
     gathered, passes = [frozenset[Unit]()] * len(chunks), list[Pass]()
     for action in layout.pipeline.actions(micros):
         number, is_last = action.chunk, not action.is_forward and action.micro == micros - 1
@@ -262,13 +263,13 @@ def step_passes(layout: Layout, micros: int, forwards: int = 1, inside: Sequence
     return passes
 
 
-@once_a_layout
+@cached_per_layout
 def _chunks(layout: Layout) -> list[_Chunk]:
     return _make_chunks(layout, 0)
 
 
 def _make_chunks(layout: Layout, layers: int) -> list[_Chunk]:
-    return [_Chunk(layout, number, own, layers) for number, own in enumerate(layout.chunks)]
+    return [_Chunk(layout, number, chunk_layout, layers) for number, chunk_layout in enumerate(layout.chunks)]
 
 
 def step_events(
@@ -277,7 +278,7 @@ def step_events(
     optimizer_name: str = "adamw",
     forwards: int = 1,
     rank: int = 0,
-    inside: Sequence[Inside] = (),
+    inside: Sequence[BlockTraffic] = (),
 ) -> Iterator[Event]:
     """Yields the events of a step of the global `rank`: its passes', and then those of the norm and the step."""
     for each in step_passes(layout, micros, forwards, inside):

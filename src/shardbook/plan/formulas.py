@@ -15,10 +15,10 @@ from shardbook.comm.ledger import Traffic
 from shardbook.memory.direct_io import COPY_ALIGN
 from shardbook.memory.host_state import offloaded_bytes
 from shardbook.optim.table import OPTIMIZERS
-from shardbook.parallel.layout import Layout, once_a_layout
+from shardbook.parallel.layout import Layout, cached_per_layout
 from shardbook.parallel.mesh import rank_along
 from shardbook.parallel.units import shard_rows
-from shardbook.plan.events import Inside, count_traffic, step_bytes, step_events, step_passes
+from shardbook.plan.events import BlockTraffic, count_traffic, step_bytes, step_events, step_passes
 from shardbook.recipe import Offload, Stage
 
 
@@ -41,7 +41,7 @@ def predict_traffic(
     optimizer_name: str = "adamw",
     forwards: int = 1,
     rank: int = 0,
-    inside: Sequence[Inside] = (),
+    inside: Sequence[BlockTraffic] = (),
 ) -> Traffic:
     """Returns calls and payload bytes of one optimizer step of the global `rank`, by operation and mesh axis.
 
@@ -51,7 +51,7 @@ def predict_traffic(
     return count_traffic(step_events(layout, micros, optimizer_name, forwards, rank, inside))
 
 
-@once_a_layout
+@cached_per_layout
 def predict_resident(layout: Layout, rank: int, optimizer_name: str = "adamw") -> Resident:
     """Returns the bytes that the global `rank` keeps on its device. Parameters and gradients are in padded storage; the
     moments of `optimizer_name`, as optim.name has it, have the true rows of the rank."""
@@ -69,7 +69,7 @@ def predict_resident(layout: Layout, rank: int, optimizer_name: str = "adamw") -
     return Resident(params, grads, optimizer)
 
 
-@once_a_layout
+@cached_per_layout
 def predict_copied(layout: Layout, rank: int, optimizer_name: str) -> int:
     """Returns the most bytes of host memory for the global `rank`'s copy of a save that is written while steps go on.
     Of replicas each writes a part, in whole tensors. (8 bits: 7 parts of a parameter; random states: 5 KB.)"""

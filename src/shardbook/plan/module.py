@@ -26,10 +26,10 @@ from shardbook.parallel.pass_monitor import tensors_in
 from shardbook.parallel.replicated import COPIED, map_tensors
 from shardbook.parallel.sharding import ShardedModel, apply_stage
 from shardbook.parallel.units import Unit
-from shardbook.plan.blocks import Unmeasured
 from shardbook.plan.formulas import Resident, predict_resident, predict_traffic
+from shardbook.plan.measure_blocks import Unmeasured
 from shardbook.plan.peak import GB, Peak
-from shardbook.plan.simulate import Followed, Moment, run_steps
+from shardbook.plan.simulate import Moment, PeakTracker, run_steps
 from shardbook.recipe import Parallel, Precision, RecipeError, first_line
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -143,7 +143,7 @@ def call_model(model: nn.Module, batch: Any) -> Tensor:
     return torch.stack([each.sum() for each in tensors_in(made) if each.is_floating_point()]).sum()
 
 
-class Categories(Followed):
+class Categories(PeakTracker):
     """Notes what the bytes of the fullest operation of each moment are, by the categories of Peak."""
 
     def __init__(self, sharded: ShardedModel) -> None:

@@ -17,10 +17,10 @@ from shardbook.memory.host_state import fetched_bytes
 from shardbook.model.attention import head_size, heads_of
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.units import Unit, backward_order
+from shardbook.plan.activation_bytes import FP32, ActivationBytes, count_work, forward_bytes
 from shardbook.plan.events import step_passes
 from shardbook.plan.formulas import predict_gathered_peak, predict_resident, predict_secondary
-from shardbook.plan.live import CopiedBytes, ShardedBytes
-from shardbook.plan.work import FP32, Work, count_work, forward_bytes
+from shardbook.plan.memory_replay import CopiedBytes, ShardedBytes
 from shardbook.recipe import Recipe
 
 GB = 10**9
@@ -51,7 +51,7 @@ class Peak:
 Moments = dict[tuple[str, Unit | None], tuple[str, int, int]]
 
 
-def _moments(layout: Layout, chunk: int, units: Sequence[Unit], work: Work, vocabulary: int) -> Moments:
+def _moments(layout: Layout, chunk: int, units: Sequence[Unit], work: ActivationBytes, vocabulary: int) -> Moments:
     """Returns the moments of a chunk of layers with these `units` at which a pass may be fullest: the loss, backward of
     the head, of the last blocks, of the first ones, and of the last unit, and the end."""
     order, pipeline = [unit for unit in units if unit.numel], layout.pipeline
@@ -61,7 +61,8 @@ def _moments(layout: Layout, chunk: int, units: Sequence[Unit], work: Work, voca
     blocks = [unit for unit in back if unit not in by_head and unit.read_in_backward]
     # waits for the embedding's
     tied = 0 if by_head or not pipeline.is_last(chunk) else work.head_gradient
-    # the buffer of the next receive, and the gradient that was received, which is the last block's own
+    # along pp: the buffer of the next receive; in backward of a block that is not the chunk's last also the gradient
+    # that was received, which the last block's backward consumes
     ahead = work.stream * (pipeline.ranks > 1 and not (pipeline.is_last(chunk) and pipeline.schedule == "gpipe"))
     recv = ahead + work.stream * (pipeline.ranks > 1 and not pipeline.is_last(chunk))
     moments: Moments = {("end of backward", None): ("end, sums", recv, 0)} if layout.is_replicated else {}

@@ -10,12 +10,12 @@ from rich.text import Text
 
 from shardbook.model.laid_out import World, lay_out
 from shardbook.plan.advice import ADAPTERS, Advice, advise, fit_adapters
-from shardbook.plan.axes import describe_pipeline, describe_sharing, describe_splitting
 from shardbook.plan.cluster import DISK, DOCUMENT_TOKENS, SIZE_KEYS, Candidate, Planner, build_planner
 from shardbook.plan.events import step_bytes
 from shardbook.plan.formulas import Resident, paper_resident, predict_resident
 from shardbook.plan.hardware import ACROSS, ROOM, Cluster
 from shardbook.plan.peak import GB
+from shardbook.plan.tp_cp_traffic import describe_pipeline, describe_sharing, describe_splitting
 from shardbook.recipe import Precision, Recipe, RecipeError, find_stage, with_settings
 from shardbook.terminal import build_console
 
@@ -141,7 +141,7 @@ def _row(candidate: Candidate) -> dict[str, Any]:
     }
 
 
-class Fact(NamedTuple):
+class Metric(NamedTuple):
     """A number of a candidate: its heading, its value (bytes where the unit is GB), and the unit with its format."""
 
     name: str
@@ -153,21 +153,21 @@ class Fact(NamedTuple):
         return format(self.value / (GB if self.unit == "GB" else 1), FORMATS[self.unit])
 
 
-def facts(candidate: Candidate) -> dict[str, Fact]:
+def facts(candidate: Candidate) -> dict[str, Metric]:
     """Returns the numbers that the table, the page, the advice and JSON show of a candidate, by their keys in JSON."""
     peak, time = candidate.peak, candidate.time
     return {
-        "kept_bytes": Fact("kept", peak.params + peak.grads + peak.optimizer, "GB"),
-        "gathered_bytes": Fact("gathered", peak.gathered, "GB"),
-        "buffers_bytes": Fact("buffers", peak.buffers, "GB"),
-        "activations_bytes": Fact("activations", peak.activations, "GB"),
-        "working_bytes": Fact("work", peak.working, "GB"),
-        "peak_bytes": Fact("peak GB", peak.total, "GB"),
-        "step_seconds": Fact("step s", time.seconds, "s"),
-        "waiting_share": Fact("waits", time.exposed / time.seconds, "share"),
-        "tokens_per_second_per_device": Fact("tok/s/GPU", candidate.speed, "tokens/s"),
-        "mfu": Fact("MFU", candidate.mfu, "ratio"),
-        "gpu_hours_per_billion_tokens": Fact("GPU-h/B", 1e9 / candidate.speed / 3600, "hours"),
+        "kept_bytes": Metric("kept", peak.params + peak.grads + peak.optimizer, "GB"),
+        "gathered_bytes": Metric("gathered", peak.gathered, "GB"),
+        "buffers_bytes": Metric("buffers", peak.buffers, "GB"),
+        "activations_bytes": Metric("activations", peak.activations, "GB"),
+        "working_bytes": Metric("work", peak.working, "GB"),
+        "peak_bytes": Metric("peak GB", peak.total, "GB"),
+        "step_seconds": Metric("step s", time.seconds, "s"),
+        "waiting_share": Metric("waits", time.exposed / time.seconds, "share"),
+        "tokens_per_second_per_device": Metric("tok/s/GPU", candidate.speed, "tokens/s"),
+        "mfu": Metric("MFU", candidate.mfu, "ratio"),
+        "gpu_hours_per_billion_tokens": Metric("GPU-h/B", 1e9 / candidate.speed / 3600, "hours"),
     }
 
 

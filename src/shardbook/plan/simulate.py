@@ -27,8 +27,8 @@ from shardbook.parallel.mesh import build_mesh
 from shardbook.parallel.pass_monitor import tensors_in
 from shardbook.parallel.sharding import ShardedModel, apply_stage
 from shardbook.parallel.units import matrices_of
-from shardbook.plan.blocks import kinds_of
-from shardbook.plan.timeline import LiveBytes, full_rows
+from shardbook.plan.measure_blocks import kinds_of
+from shardbook.plan.memory_trace import LiveBytes, full_rows
 from shardbook.recipe import RecipeError
 
 LAYERS = (4, 5)  # blocks of one kind take the same bytes: from these two numbers of layers any other follows
@@ -47,7 +47,7 @@ class Simulated:
     kept_bytes: int  # between two steps: parameters and optimizer state
 
 
-class Followed(LiveBytes):
+class PeakTracker(LiveBytes):
     """Notes the most bytes at each moment of a step, and the blocks in the order in which they ran."""
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ def from_ends(most: dict[Moment, int], blocks: int) -> dict[Moment, int]:
 
 
 def run_steps(
-    live: Followed, sharded: ShardedModel, micros: int, batch_of: Callable[[], Any], loss_of: Callable[[Any], Tensor]
+    live: PeakTracker, sharded: ShardedModel, micros: int, batch_of: Callable[[], Any], loss_of: Callable[[Any], Tensor]
 ) -> None:
     """Runs a step of one micro-batch, which makes what is there from then on, and one of `micros` under `live`, which
     keeps the bytes of that."""
@@ -172,7 +172,7 @@ def _simulate(laid: LaidOut, terms: LossTerms) -> tuple[dict[Moment, int], int]:
     try:
         apply_checkpointing(model.blocks, recipe.activation, recipe.lora.lora_dropout > 0)
         sharded = apply_stage(model, layout, build_mesh(layout.sizes, "cpu"))
-        micros, live = recipe.train.gradient_accumulation_steps, Followed()
+        micros, live = recipe.train.gradient_accumulation_steps, PeakTracker()
         with fake_tensors(), live:
             materialize(model, torch.device("cpu"))
             state = _optimizer_state(model, recipe.optim.name)

@@ -22,11 +22,11 @@ from shardbook.optim.table import OPTIMIZERS
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.schedule import bubble
 from shardbook.parallel.units import Unit
-from shardbook.plan.axes import read_inside
-from shardbook.plan.blocks import kinds_of, measure_blocks
-from shardbook.plan.events import Sends, count_moves, count_traffic, muon_exchanges, step_passes
+from shardbook.plan.activation_bytes import without_adapters
+from shardbook.plan.events import Collectives, count_moves, count_traffic, muon_exchanges, step_passes
 from shardbook.plan.hardware import ATTENTION, MEMORY, PCIE_SHARE, PRODUCTS, Cluster
-from shardbook.plan.work import without_adapters
+from shardbook.plan.measure_blocks import kinds_of, measure_blocks
+from shardbook.plan.tp_cp_traffic import read_inside
 from shardbook.recipe import Recipe
 
 PASSES = 3.5  # over what a block reads and writes beside its products: once forward, and backward twice and a half
@@ -34,7 +34,7 @@ MOVED = 0.939  # of what a block keeps where nothing is made again: what one pas
 LINK_SHARE = 0.04  # of products' time: SMs and bandwidth that collectives take, hidden though they are
 
 # is told the number of the pass, what is done (forward, backward, gather, reduce), its unit, its beginning and its end
-Note = Callable[[int, str, Unit | None, float, float], None]
+Tracer = Callable[[int, str, Unit | None, float, float], None]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def predict_step(
     flops: Flops,
     document_tokens: float,
     cluster: Cluster,
-    note: Note | None = None,
+    note: Tracer | None = None,
 ) -> StepTime:
     """Returns the time of a step of full rows of documents of `document_tokens` each, compiled. Ranks along tp and cp
     share the work; in a pipeline each stage is taken to be as long as this rank's."""
@@ -203,7 +203,7 @@ def exposed_seconds(
     forward: float,
     backward: float,
     more: int = 0,
-    note: Note | None = None,
+    note: Tracer | None = None,
 ) -> float:
     """Returns the seconds of a step in which the GPU waits for gathers and reductions, which a link beside it serves.
 
@@ -219,7 +219,7 @@ def exposed_seconds(
     gpu = link = 0.0  # when they are free again
 
     @cache
-    def seconds(sends: Sends) -> float:
+    def seconds(sends: Collectives) -> float:
         rings = ((op, cluster.ring_seconds(payload, groups[axis])) for op, axis, payload in sends if payload)
         return sum(2 * ring if op == "all_reduce" else ring for op, ring in rings)
 

@@ -10,7 +10,7 @@ from shardbook.parallel.pipeline import run_forward
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.ranks.distributed import Ranks, sum_over_ranks
 from shardbook.ranks.progress import mark_each
-from shardbook.run.generate import Samples
+from shardbook.run.generate import Generation
 from shardbook.run.log.console import Console
 from shardbook.run.log.recorder import Metrics
 from shardbook.run.log.step_log import StepLog
@@ -24,7 +24,7 @@ class Observer:
         self, job: Job, sharded: ShardedModel, held_out: Documents | None, ranks: Ranks, log: StepLog, console: Console
     ):
         self.job, self.sharded, self.held_out, self.ranks, self.log = job, sharded, held_out, ranks, log
-        self.samples = Samples(job, sharded, ranks, log.recorder, console)
+        self.samples = Generation(job, sharded, ranks, log.recorder, console)
 
     def after(self, step: int) -> None:
         """Evaluates if due, into the row of `step`, and takes samples if due. Collective."""

@@ -29,7 +29,7 @@ SHOWN = 2  # samples on the console; samples.jsonl has all
 
 
 @dataclass(frozen=True)
-class Samples:
+class Generation:
     """Takes samples, every `generate.steps` steps and after the last."""
 
     job: Job

@@ -8,9 +8,9 @@ from shardbook.model.attention import PLAIN
 from shardbook.model.selfcheck import check_family
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.mesh import describe_sizes
-from shardbook.plan.axes import describe_pipeline, describe_sharing
 from shardbook.plan.formulas import predict_gathered_peak, predict_resident
 from shardbook.plan.peak import Peak
+from shardbook.plan.tp_cp_traffic import describe_pipeline, describe_sharing
 from shardbook.run.prepare import Job
 from shardbook.terminal import readable_bytes
 
@@ -74,7 +74,7 @@ def describe_layout(job: Job) -> Table:
     if layout.offload.optimizer != "none":
         away = [f"{readable_bytes(size)} of {where}" for where, size in offloaded_bytes(layout, 0).items()]
         table.add_row("off the device", f"{', '.join(away)}: masters, moments, sums of gradients")
-    table.add_row("at its peak", describe_parts(peak) if peak else f"not predicted: {job.unplanned}")
+    table.add_row("at its peak", describe_parts(peak) if peak else f"not predicted: {job.no_plan_reason}")
     micros = f"{batching.dp_size} ranks x {job.loader.accumulation} micro-batches x {batching.batch_size}"
     table.add_row("a step", f"{job.loader.rows_per_step} rows: {micros}; {job.steps} steps")
     return table

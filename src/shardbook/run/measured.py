@@ -24,14 +24,14 @@ ROUNDS, SPLITS = 10, 24  # of the search: one constant after the other, each by 
 
 
 @dataclass(frozen=True)
-class Sample:
+class CalibrationRun:
     """A measured step, and the plan's prediction of it."""
 
     seconds: float
     predict: Callable[[Cluster], float]  # seconds of the same step on that cluster
 
 
-def read_sample(run: Path, model_path: str, gpu_name: str, document_tokens: float) -> Sample:
+def read_sample(run: Path, model_path: str, gpu_name: str, document_tokens: float) -> CalibrationRun:
     """Returns the median step of a run directory and the function that predicts it on a cluster. Raises RecipeError for
     a directory that is no run, a run of another model or on another kind of GPU, or one with too few steps."""
     said = f"--calibrate {run}"
@@ -53,10 +53,12 @@ def read_sample(run: Path, model_path: str, gpu_name: str, document_tokens: floa
     planner, gpu, world = build_planner(recipe, document_tokens), find_gpu(gpu_name), facts["world_size"]
     size = {"gpus": world, "a_node": min(gpu.a_node, world)}
     found = planner.lay_out(planner.recipe, Cluster(gpu, nics=gpu.nics, **size))
-    return Sample(median(seconds), lambda cluster: replace(found, cluster=replace(cluster, **size)).time.seconds)
+    return CalibrationRun(
+        median(seconds), lambda cluster: replace(found, cluster=replace(cluster, **size)).time.seconds
+    )
 
 
-def calibrate(cluster: Cluster, samples: Sequence[Sample]) -> Cluster:
+def calibrate(cluster: Cluster, samples: Sequence[CalibrationRun]) -> Cluster:
     """Returns `cluster` with the constants that predict `samples` best, least squares of the ratios' logarithms; as it
     is where there are none."""
     if not samples:

@@ -7,9 +7,9 @@ import torch
 from torch.optim import Optimizer
 
 from shardbook.parallel.sharding import ShardedModel
-from shardbook.plan.change import NONE_FITS, smallest_change
 from shardbook.plan.hardware import HOST_ROOM, ROOM
 from shardbook.plan.peak import GB, predict_fullest
+from shardbook.plan.smallest_change import NONE_FITS, smallest_change
 from shardbook.ranks.exits import RunFailed
 from shardbook.ranks.machine import memory_bytes
 from shardbook.run.log.memory import memory_metrics, peak_metrics
@@ -43,8 +43,8 @@ class OomGuard(AbstractContextManager["OomGuard"]):
         kept = memory_metrics(self.sharded, self.optimizer) | peak_metrics()
         measured = {name.removeprefix("memory/").removesuffix("_bytes"): count for name, count in kept.items()}
         shown = ", ".join(f"{name} {count / GB:.1f}" for name, count in measured.items() if name != "alloc_retries")
-        if self.job.unplanned:
-            return f"out of memory: {said} Measured in GB: {shown}. Not predicted: {self.job.unplanned}"
+        if self.job.no_plan_reason:
+            return f"out of memory: {said} Measured in GB: {shown}. Not predicted: {self.job.no_plan_reason}"
         change = smallest_change(*settings, room, has_more=has_gpu)
         return (
             f"out of memory: {said} Predicted at the peak: {predict_fullest(*settings)}. Measured in GB: {shown}. "

@@ -31,11 +31,11 @@ from shardbook.model.selfcheck import check_family, remember
 from shardbook.model.stored import digest_ends
 from shardbook.objectives import Objective, build_objective
 from shardbook.optim.table import OPTIMIZERS
-from shardbook.plan.blocks import KNOWN_BLOCKS, Unmeasured
-from shardbook.plan.change import NONE_FITS, smallest_change
 from shardbook.plan.formulas import predict_memory_metrics
 from shardbook.plan.hardware import HOST_ROOM
+from shardbook.plan.measure_blocks import KNOWN_BLOCKS, Unmeasured
 from shardbook.plan.peak import GB, Peak, predict_fullest, predict_peak
+from shardbook.plan.smallest_change import NONE_FITS, smallest_change
 from shardbook.plan.speed import predict_perf_metrics
 from shardbook.ranks.distributed import broadcast_from_main, check_same_on_all_ranks
 from shardbook.recipe import Recipe, RecipeError, resolve_precision, with_settings
@@ -62,7 +62,7 @@ class Job(LaidOut):
     steps: int
     flops: Flops
     peak: Peak | None
-    unplanned: str  # the reason why there is no peak
+    no_plan_reason: str  # the reason why there is no peak
     forecast: dict[str, float | int]  # predicted metrics
 
 
@@ -120,7 +120,7 @@ def prepare_job(
     batching = choose_batching(recipe.data, recipe.train, place, world.device_type, *parts, sequences=sequences)
     loader = Loader(documents, batching, micros, recipe.train.seed)
     steps = recipe.train.steps or math.ceil(recipe.train.epochs * len(documents.rows) / loader.rows_per_step)
-    flops, peak, unplanned = count_flops(laid.model), None, ""
+    flops, peak, no_plan_reason = count_flops(laid.model), None, ""
     forecast: dict[str, float | int] = {}
 
     def look_ahead() -> tuple[Peak, dict[str, float | int]]:
@@ -135,12 +135,12 @@ def prepare_job(
                 own.update(theirs)
         peak, forecast = look_ahead()
     except Unmeasured as error:  # a model that cannot be planned can be trained
-        unplanned = str(error)
+        no_plan_reason = str(error)
     forecast |= predict_memory_metrics(layout, recipe.optim.name, asdict(peak) if peak else {}, micros)
     objective = build_objective(recipe.method, recipe.preference, recipe.distill)
     data = {"folder": folder, "tokenizer": tokenizer, "documents": documents, "held_out": held_out, "prompts": prompts}
     how: dict[str, Any] = data | {"objective": objective, "batching": batching, "loader": loader, "steps": steps}
-    said: dict[str, Any] = {"peak": peak, "unplanned": unplanned, "forecast": forecast}
+    said: dict[str, Any] = {"peak": peak, "no_plan_reason": no_plan_reason, "forecast": forecast}
     return Job(**vars(laid) | {"recipe": recipe}, **how, **said, flops=flops)
 
 

@@ -22,7 +22,7 @@ from shardbook.ranks.distributed import Ranks, sum_over_ranks
 from shardbook.ranks.exits import RunFailed
 
 
-class Handed(Ledger):
+class BitLedger(Ledger):
     """A ledger that adds up the bits of what this rank hands to collectives, but for gathers of its weights."""
 
     def __init__(self, groups: dict[str, list[int]]):
@@ -70,12 +70,12 @@ def check_rank(step: int, sharded: ShardedModel, micro: MicroBatch, loss_functio
 def _run(sharded: ShardedModel, micro: MicroBatch, loss_function: LossFunction, ranks: Ranks) -> list[int]:
     """Returns sums of the bits of what was handed on, the loss and, at last, this rank's part of the gradients."""
     on_gpu = ranks.device.type == "cuda"
-    handed = Handed(sharded.layout.groups(ranks.rank))
-    with torch.random.fork_rng([ranks.device] if on_gpu else []), handed:
-        handed.open()
+    ledger = BitLedger(sharded.layout.groups(ranks.rank))
+    with torch.random.fork_rng([ranks.device] if on_gpu else []), ledger:
+        ledger.open()
         (terms,) = run_step(sharded, [micro], loss_function, ranks.device)
     gradients = (local_values(p.grad) for p in sharded.model.parameters() if p.grad is not None)
-    sums = [*handed.sums, sum_bits(terms), *map(sum_bits, gradients)]
+    sums = [*ledger.sums, sum_bits(terms), *map(sum_bits, gradients)]
     if on_gpu:
         torch.cuda.synchronize()  # gradients are reduced in a stream of their own
     sharded.model.zero_grad()

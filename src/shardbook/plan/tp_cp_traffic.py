@@ -14,7 +14,7 @@ from shardbook.model.attention import head_size
 from shardbook.model.context import own_heads, partition_heads
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.schedule import bubble, in_flight
-from shardbook.plan.events import Inside, Sends
+from shardbook.plan.events import BlockTraffic, Collectives
 from shardbook.recipe import Recipe
 
 LOSS_PART_BYTES = 3 * 4  # of each trained token, by each rank: three fp32 numbers of its part of the logits
@@ -24,7 +24,7 @@ Micros = Callable[[], Sequence[MicroBatch]]
 
 def read_inside(
     layout: Layout, config: PreTrainedConfig, recipe: Recipe, rank: int = 0, micros_of: Micros | None = None
-) -> list[Inside]:
+) -> list[BlockTraffic]:
     """Returns what the global `rank` sends along tp, cp and pp inside the passes of each micro-batch of the step that
     `micros_of` makes; None: rows are full, and every token but the first of each sequence is trained. Empty without tp,
     cp and pp."""
@@ -37,7 +37,9 @@ def read_inside(
     return [full] * recipe.train.gradient_accumulation_steps
 
 
-def _inside(layout: Layout, config: PreTrainedConfig, recipe: Recipe, rank: int, tokens: int, trained: int) -> Inside:
+def _inside(
+    layout: Layout, config: PreTrainedConfig, recipe: Recipe, rank: int, tokens: int, trained: int
+) -> BlockTraffic:
     """Returns what a micro-batch of `tokens`, `trained` of them trained, sends.
 
     Along tp a block gathers tokens before attention and MLP and scatters after both, the embedding scatters, the last
@@ -52,16 +54,18 @@ def _inside(layout: Layout, config: PreTrainedConfig, recipe: Recipe, rank: int,
     sizes = [min(chunk, trained - first) for first in range(0, trained, chunk)] if tp_size > 1 else []
     loss_gathers = [("all_gather", TP, size * tp_size * LOSS_PART_BYTES) for size in sizes]
 
-    def sends(*each: Any) -> Sends:
+    def sends(*each: Any) -> Collectives:
         return tuple(send for send in each if send)
 
-    return Inside(
+    return BlockTraffic(
         layers=config.num_hidden_layers,
         recomputed=frozenset(recipe.activation.recomputed(list(range(config.num_hidden_layers)))),
         forward=sends(gather, there, back, scatter, gather, scatter),
         backward=sends(gather, scatter, gather, their_back, their_there, scatter),
         # the gradient of the last result comes before what is recomputed
-        again=sends(gather, gather, there, back, scatter, gather, scatter, gather, their_back, their_there, scatter),
+        recompute=sends(
+            gather, gather, there, back, scatter, gather, scatter, gather, their_back, their_there, scatter
+        ),
         embedding=(sends(scatter), sends(gather)),
         loss=(sends(gather, *loss_gathers), sends(*loss_gathers * recipe.recomputes_logits, scatter)),
         stream_bytes=of_tokens // tp_size,

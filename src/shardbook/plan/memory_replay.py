@@ -14,7 +14,7 @@ from shardbook.parallel.schedule import Action
 from shardbook.parallel.units import Unit
 from shardbook.plan.events import Event
 
-Bytes = tuple[int, int, int, int]  # sums, gathered, buffers, and gradients of a unit that are not summed yet
+MemoryState = tuple[int, int, int, int]  # sums, gathered, buffers, and gradients of a unit that are not summed yet
 
 
 class ShardedBytes:
@@ -30,18 +30,18 @@ class ShardedBytes:
 
     def follow(
         self, action: Action, events: Sequence[Event], named: Container[Unit | None]
-    ) -> Iterator[tuple[str, Unit | None, Bytes]]:
+    ) -> Iterator[tuple[str, Unit | None, MemoryState]]:
         """Adds up a pass. Yields the bytes of the units in `named` at their moments: gather, forward, backward,
-        backward done (all its gradients are there) and reduction; and at its end."""
+        backward done (all its gradients are computed) and reduction; and at its end."""
         is_forward, micro, shards = action.is_forward, action.micro, self.layout.shards
         is_last = micro == self.micros - 1
-        flying, last, reducing = dict[Unit, int](), 0, 0
+        gathers_in_flight, last_gather, reduce_input = dict[Unit, int](), 0, 0
         begins = not is_forward  # the loss's backward, which is its chunk's first exchange, is still to come
-        leaving = [0] * STAGINGS  # to the host
+        grads_to_host = [0] * STAGINGS
 
-        def now(own: int = 0, more: int = 0) -> Bytes:
-            buffers = (sum(flying.values()) + last) * (shards > 1) + reducing + self.fetched
-            return self.sums + sum(leaving[-STAGINGS:]) + more, self.gathered, buffers, own
+        def now(grads: int = 0, more: int = 0) -> MemoryState:
+            buffers = (sum(gathers_in_flight.values()) + last_gather) * (shards > 1) + reduce_input + self.fetched
+            return self.sums + sum(grads_to_host[-STAGINGS:]) + more, self.gathered, buffers, grads
 
         for what, unit, _ in events:
             if begins and what == "exchange":
@@ -50,49 +50,52 @@ class ShardedBytes:
                 yield "start of backward", None, now()
             if unit is None:
                 continue
-            trained, own_grads = (unit.padded_numel(ranks, trained_only=True) for ranks in (shards, 1))
-            if what == "gather" and unit.spans and is_forward:  # waited for at once
-                last = unit.padded_numel(shards) * self.compute
-                self.gathered += last
+            trained, grads = (unit.padded_numel(ranks, trained_only=True) for ranks in (shards, 1))
+            if what == "gather" and unit.spans and is_forward:  # added_up for at once
+                last_gather = unit.padded_numel(shards) * self.compute
+                self.gathered += last_gather
             elif what == "gather":
-                flying[unit] = unit.padded_numel(shards) * self.compute
+                gathers_in_flight[unit] = unit.padded_numel(shards) * self.compute
             elif what == "free":
                 self.gathered -= unit.padded_numel(shards) * self.compute
             elif what == "compute":
-                if size := flying.get(unit, 0):
+                if size := gathers_in_flight.get(unit, 0):
                     self.gathered += size
                     if unit in named and is_forward:  # its buffer is copied
-                        last *= not self.frees_early
+                        last_gather *= not self.frees_early
                         yield "gather", unit, now()
-                    del flying[unit]
-                    last = size if is_forward else 0  # held until the next gather
+                    del gathers_in_flight[unit]
+                    last_gather = size if is_forward else 0  # held until the next gather
                 if unit in named and is_forward:
                     yield "forward", unit, now()
                 elif unit in named:
                     yield "backward", unit, now()
-                    yield "backward done", unit, now(own_grads * self.compute)
+                    yield "backward done", unit, now(grads * self.compute)
             elif what == "accumulate":
                 # first gradients become sums, one unit after the other; later ones are added and gone
-                self.sums += own_grads * self.reduce * (micro == 0)
+                self.sums += grads * self.reduce * (micro == 0)
                 if unit in named:
-                    own = own_grads * self.compute * (micro == 0 and self.reduce != self.compute)
-                    yield "reduction", unit, now(own)
+                    yield "reduction", unit, now(grads * self.compute * (micro == 0 and self.reduce != self.compute))
             elif what == "reduce":
-                reducing, own, shard = trained * self.reduce, own_grads * self.compute * self.every, trained // shards
-                waited = own_grads * self.reduce * (not self.every)
+                reduce_input, computed, shard = (
+                    trained * self.reduce,
+                    grads * self.compute * self.every,
+                    trained // shards,
+                )
+                added_up = grads * self.reduce * (not self.every)
                 is_alone = shards == 1 < self.layout.tp_size and not self.frees_early
-                if is_alone:  # copied once more, when its own are gone
-                    reducing, own, self.sums, waited = 2 * reducing, 0, self.sums - waited, 0
+                if is_alone:  # copied once more, when its gradients in the dtype of compute are freed
+                    reduce_input, computed, self.sums, added_up = 2 * reduce_input, 0, self.sums - added_up, 0
                 if unit in named:
-                    # the output comes when own gradients are gone: before torch 2.15 all but the last one, which a loop
-                    # has, and along tp none
+                    # The output is allocated when the unit's gradients are freed: before torch 2.15 all but the last
+                    # one, which a variable of torch's loop holds, and along tp none.
                     last_shape = next(compress(reversed(unit.shapes), reversed(unit.trained)), (0,))
-                    kept = prod(last_shape) * self.compute * self.every if self.layout.tp_size == 1 else own
-                    gone = own - kept * (not self.frees_early)
-                    yield "reduction", unit, now(own, max(0, shard * self.reduce - gone))
-                reducing = trained * self.reduce
-                self.sums += self._kept(shard, micro, is_last) - waited
-                leaving.append(shard * self.reduce * (self.is_away and self.layout.replicas == 1))
+                    kept = prod(last_shape) * self.compute * self.every if self.layout.tp_size == 1 else computed
+                    freed = computed - kept * (not self.frees_early)
+                    yield "reduction", unit, now(computed, max(0, shard * self.reduce - freed))
+                reduce_input = trained * self.reduce
+                self.sums += self._kept(shard, micro, is_last) - added_up
+                grads_to_host.append(shard * self.reduce * (self.is_away and self.layout.replicas == 1))
         yield "end of forward" if is_forward else "end of backward", None, now()
 
     def _kept(self, shard: int, micro: int, is_last: bool) -> int:
@@ -124,7 +127,7 @@ class CopiedBytes(ShardedBytes):
 
     def follow(
         self, action: Action, events: Sequence[Event], named: Container[Unit | None]
-    ) -> Iterator[tuple[str, Unit | None, Bytes]]:
+    ) -> Iterator[tuple[str, Unit | None, MemoryState]]:
         units = dict.fromkeys(unit for _, unit, _ in events if unit)
         if not action.is_forward:  # what spans the pass begins with the last norm, before all others
             yield "backward of the loss", None, (self.sums, self.gathered, 0, 0)
@@ -141,8 +144,8 @@ class CopiedBytes(ShardedBytes):
                 for moment in ("forward",) if action.is_forward else ("backward", "backward done"):
                     yield moment, unit, (self.sums, self.gathered, 0, 0)
             elif unit in named and what == "accumulate":
-                own = max((prod(shape) for shape in compress(unit.shapes, unit.trained)), default=0) * self.compute
-                yield "reduction", unit, (self.sums, self.gathered, 0, own)
+                largest = max((prod(shape) for shape in compress(unit.shapes, unit.trained)), default=0)
+                yield "reduction", unit, (self.sums, self.gathered, 0, largest * self.compute)
         most = self.sums
         if not action.is_forward and action.micro == self.micros - 1 and self.dtype != self.master:
             # sums are cast one after the other: of the first ones there are gradients already, of the others still sums

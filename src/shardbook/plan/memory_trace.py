@@ -76,7 +76,7 @@ class Moment:
     grads: dict[int, int]  # gradients of the parameters of each block; -1: of none
 
 
-class Timeline(LiveBytes):
+class MemoryTrace(LiveBytes):
     """Records the bytes after every operation of a forward and a backward of a model, and where in its blocks it is."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], outside: Iterable[Tensor], head: nn.Module):

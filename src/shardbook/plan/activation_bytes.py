@@ -1,5 +1,5 @@
-"""The bytes of a micro-batch that no ZeRO stage changes: what blocks keep and need (blocks.py measures it), and the
-loss."""
+"""The bytes of a micro-batch that no ZeRO stage changes: what blocks keep and need (measure_blocks.py measures it),
+and the loss."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from shardbook.arithmetic import ceil_div
 from shardbook.model.loss_head import PRODUCT_ROWS
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.schedule import Pipeline
-from shardbook.plan.blocks import Block, fullest, kinds_of, measure_blocks
+from shardbook.plan.measure_blocks import Block, fullest, kinds_of, measure_blocks
 from shardbook.recipe import Lora, Recipe
 
 FP32 = 4
@@ -17,20 +17,20 @@ BATCH = 5 * 8  # bytes of a token's numbers in a MicroBatch
 
 
 @dataclass(frozen=True)
-class BlockWork:
+class BlockBytes:
     """The bytes of one block."""
 
-    kind: tuple[int, bool]  # of blocks.py, and whether it is recomputed
+    kind: tuple[int, bool]  # of measure_blocks.py, and whether it is recomputed
     kept: int  # from forward to backward
     inside: int  # beside that, at the fullest moment of its backward, with gradients of its parameters
     forward: int  # at the fullest moment of its forward, with what it will keep by then
 
 
 @dataclass(frozen=True)
-class Work:
+class ActivationBytes:
     """The bytes of a micro-batch that no ZeRO stage changes."""
 
-    blocks: tuple[tuple[BlockWork, ...], ...]  # of each of the rank's chunks of layers, in order
+    blocks: tuple[tuple[BlockBytes, ...], ...]  # of each of the rank's chunks of layers, in order
     offloaded: int  # of each recomputed block its input, where activations are offloaded
     stream: int  # what passes from block to block
     keeps_input: bool  # a block's input is among what it keeps
@@ -67,7 +67,7 @@ class Work:
         return self.held(chunk) + self.around(pipeline, chunk) + self.loss_kept * pipeline.is_last(chunk)
 
 
-def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Work:
+def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> ActivationBytes:
     """Returns the bytes of a micro-batch of full rows (data.max_length). With a budget, and compiled, it is fewer."""
     dtype, pipeline, budget = layout.dtype("params"), layout.pipeline, recipe.activation.budget
     itemsize, hidden = dtype.itemsize, config.hidden_size
@@ -84,13 +84,13 @@ def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Work
     }
     around = next(iter(under.values()))
 
-    def work_of(key: tuple[int, bool], block: Block) -> BlockWork:
+    def work_of(key: tuple[int, bool], block: Block) -> BlockBytes:
         kept = block.kept.of(*size)
         # where each rank has all parameters, a gradient does not wait for the end of its block's backward
         inside = fullest(block.alone if layout.is_replicated else block.backward, *size) - int(kept)
         if budget is not None:
             kept = max(block.stream.of(*size), budget * kept)
-        return BlockWork(key, int(kept), inside, fullest(block.forward, *size))
+        return BlockBytes(key, int(kept), inside, fullest(block.forward, *size))
 
     each = {(kind, is_again): under[is_again].blocks[kind] for kind, is_again in set(own)}
     first, made = each[own[0]], {key: work_of(key, block) for key, block in each.items()}
@@ -105,7 +105,7 @@ def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Work
     forward, backward = sum(loss), grad_hidden + head * (FP32 + cast)
     if recipe.recomputes_logits:  # gradients are made in backward
         forward, backward = grad_hidden + chunk * outputs * (FP32 + cast), max(forward, backward)
-    return Work(
+    return ActivationBytes(
         blocks=tuple(tuple(made[kinds[number], number in again] for number in run) for run in runs),
         offloaded=stream * (recipe.offload.activations != "none"),
         stream=stream,

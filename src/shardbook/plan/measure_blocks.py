@@ -27,7 +27,7 @@ from shardbook.model.selfcheck import check_family, remember
 from shardbook.model.shrink import keep_layers
 from shardbook.parallel.context import ContextAxis
 from shardbook.parallel.tensor import TensorAxis
-from shardbook.plan.timeline import Timeline, full_rows, meta_tensors
+from shardbook.plan.memory_trace import MemoryTrace, full_rows, meta_tensors
 from shardbook.recipe import Activation, Distill, Offload, Parallel, Precision, Recipe, RecipeError, Train, first_line
 
 LENGTH = 128  # tokens of the shortest row, for each rank along tp and cp
@@ -38,7 +38,7 @@ class Unmeasured(RecipeError):
 
 
 @dataclass(frozen=True)
-class Bytes:
+class Growth:
     """A size that grows with a micro-batch: with this rank's tokens, and with the pairs of tokens of whole rows."""
 
     fixed: float = 0.0
@@ -54,13 +54,13 @@ class Block:
     """The bytes and seconds that one kind of block takes, beside its parameters. Its input and its output have the size
     `stream`."""
 
-    kept: Bytes  # from forward to backward, beside what all blocks share
+    kept: Growth  # from forward to backward, beside what all blocks share
     keeps_input: bool
-    stream: Bytes
-    forward: tuple[Bytes, ...]  # moments inside its forward, its input there; one of them is the fullest
-    backward: tuple[Bytes, ...]  # moments inside its backward, what it keeps there, and its parameters' gradients
-    alone: tuple[Bytes, ...]  # the same where each gradient leaves as soon as it is there
-    products: tuple[Bytes, Bytes]  # FLOPs of matrix products in forward, and in backward, which may make some again
+    stream: Growth
+    forward: tuple[Growth, ...]  # moments inside its forward, its input there; one of them is the fullest
+    backward: tuple[Growth, ...]  # moments inside its backward, what it keeps there, and its parameters' gradients
+    alone: tuple[Growth, ...]  # the same where each gradient leaves as soon as it is there
+    products: tuple[Growth, Growth]  # FLOPs of matrix products in forward, and in backward, which may make some again
     attention: float  # numbers of a token's queries that the kernel takes
 
 
@@ -69,9 +69,9 @@ class Measured:
     """The blocks of a model, by kind, and what is there beside them."""
 
     blocks: dict[int, Block]
-    before: Bytes  # before all blocks, until their backward is over: rotation, masks
-    after: Bytes  # of the last norm, when the head begins
-    norm: Bytes  # at the fullest moment of the last norm's backward
+    before: Growth  # before all blocks, until their backward is over: rotation, masks
+    after: Growth  # of the last norm, when the head begins
+    norm: Growth  # at the fullest moment of the last norm's backward
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Kinds:
     layers: tuple[int, ...]  # which blocks of the model those of `few` are
 
 
-def fullest(moments: Iterable[Bytes], tokens: int, pairs: int) -> int:
+def fullest(moments: Iterable[Growth], tokens: int, pairs: int) -> int:
     return int(max(moment.of(tokens, pairs) for moment in moments))
 
 
@@ -94,7 +94,7 @@ _texts: dict[int, tuple[PreTrainedConfig, str]] = {}  # with the config, whose i
 
 
 def kinds_of(config: PreTrainedConfig) -> tuple[int, ...]:
-    """Returns each block's kind: the number of the first of which the same is said, but for a block's own number."""
+    """Returns the kind of each block: the index of the first block with equal attributes, its own index left out."""
     return _look_at(config).of_blocks
 
 
@@ -133,20 +133,20 @@ Facts = dict[tuple[str, str], Any]
 
 
 def facts_of(config: PreTrainedConfig) -> list[Facts]:
-    """Returns what is plainly said of the modules in each block of a model of `config`: their classes, parameters,
+    """Returns the plain attributes of the modules in each block of a model of `config`: their classes, parameters,
     numbers, switches and words."""
 
-    def said(block: nn.Module) -> Facts:
-        found: Facts = {}
+    def attributes(block: nn.Module) -> Facts:
+        facts: Facts = {}
         for name, module in block.named_modules():
-            found[name, "class"] = type(module)
-            for own, p in module.named_parameters(recurse=False):
-                found[name, own] = p.shape, p.dtype, p.requires_grad
-            plain = {own: value for own, value in vars(module).items() if isinstance(value, bool | int | float | str)}
-            found |= {(name, own): value for own, value in plain.items()}
-        return found
+            facts[name, "class"] = type(module)
+            for key, p in module.named_parameters(recurse=False):
+                facts[name, key] = p.shape, p.dtype, p.requires_grad
+            plain = {key: value for key, value in vars(module).items() if isinstance(value, bool | int | float | str)}
+            facts |= {(name, key): value for key, value in plain.items()}
+        return facts
 
-    return list(map(said, build_model(copy.deepcopy(config), "fp32").blocks))
+    return list(map(attributes, build_model(copy.deepcopy(config), "fp32").blocks))
 
 
 def measure_blocks(
@@ -156,9 +156,9 @@ def measure_blocks(
     selective, computed in `dtype`, on one of `tp_size` ranks that share it and `cp_size` that share its rows. Raises
     RecipeError where a block cannot run on fake tensors."""
 
-    def found(rows: int, checkpointing: str = "none", tp_size: int = 1, cp_size: int = 1) -> Measured:
+    def measured(rows: int, checkpointing: str = "none", tp_size: int = 1, cp_size: int = 1) -> Measured:
         dtypes: Any = dict.fromkeys(("params", "master", "frozen"), dtype)
-        own: dict[str, Any] = {
+        sections: dict[str, Any] = {
             "lora": recipe.lora.model_copy(update={"modules_to_save": [], "adapter": ""}),
             "parallel": Parallel(tp_size=tp_size, cp_size=cp_size),
             "precision": Precision(**dtypes),
@@ -166,17 +166,17 @@ def measure_blocks(
             "train": Train(steps=1, loss_chunk_tokens=0, per_device_train_batch_size=rows),
         }
         key = text_of(config), kernel_of(config), base.load_in_4bit, base.bnb_4bit_use_double_quant, recipe.data.packing
-        key += tuple(section.model_dump_json() for section in own.values())
+        key += tuple(section.model_dump_json() for section in sections.values())
         if key not in _measured:
-            own |= {"method": "sft", "offload": Offload(), "distill": Distill()}
-            _measured[key] = measure(recipe.model_copy(update=own), config)
+            sections |= {"method": "sft", "offload": Offload(), "distill": Distill()}
+            _measured[key] = measure(recipe.model_copy(update=sections), config)
         return _measured[key]
 
     base = recipe.model
     # a tensor of one row may be a view where one of several is a copy: of most models nothing is
     rows = min(2, recipe.train.per_device_train_batch_size)
-    rows -= rows == 2 and found(1) == found(2)
-    return found(rows, checkpointing, tp_size, cp_size)
+    rows -= rows == 2 and measured(1) == measured(2)
+    return measured(rows, checkpointing, tp_size, cp_size)
 
 
 def measure(recipe: Recipe, config: PreTrainedConfig) -> Measured:
@@ -202,7 +202,7 @@ def lend_groups(model: nn.Module) -> None:
                 axis.group = fake_group(rank, axis.size)
 
 
-def run(recipe: Recipe, kinds: Kinds, kernel: Kernel, lengths: Sequence[int]) -> list[Timeline]:
+def run(recipe: Recipe, kinds: Kinds, kernel: Kernel, lengths: Sequence[int]) -> list[MemoryTrace]:
     """Calls a model of few layers forward and backward with micro-batches of full rows of `lengths`, as training does.
     Meta tensors are faster than fake ones, and have the same sizes; but sdpa looks at the device, and some families ask
     for a number. Raises Unmeasured where a block runs on neither."""
@@ -210,7 +210,7 @@ def run(recipe: Recipe, kinds: Kinds, kernel: Kernel, lengths: Sequence[int]) ->
         model = build_adapted(recipe, copy.deepcopy(kinds.few), kernel)
         lend_groups(model)
         apply_checkpointing(model.blocks, recipe.activation, recipe.lora.lora_dropout > 0)
-        lines = dict[int, Timeline]()
+        lines = dict[int, MemoryTrace]()
         with without_memory():
             materialize(model, device)
             buffers = list(model.buffers())
@@ -222,7 +222,7 @@ def run(recipe: Recipe, kinds: Kinds, kernel: Kernel, lengths: Sequence[int]) ->
                     with device:
                         batch = full_rows(rows, recipe.parallel.cp_size)
                     tensors = [value for value in vars(batch).values() if isinstance(value, Tensor)]
-                    line = lines[length] = Timeline(model, model.blocks, [*model.buffers(), *tensors], model.head)
+                    line = lines[length] = MemoryTrace(model, model.blocks, [*model.buffers(), *tensors], model.head)
                     with line:
                         model(batch, summed=True).sum().backward()
                     for hook in line.hooks:
@@ -240,8 +240,10 @@ def run(recipe: Recipe, kinds: Kinds, kernel: Kernel, lengths: Sequence[int]) ->
     )
 
 
-def block_of(number: int, lines: Sequence[Timeline], fit: Callable[[Sequence[float]], Bytes], shortest: int) -> Block:
-    def inside(phase: str, with_grads: bool = True) -> tuple[Bytes, ...]:
+def block_of(
+    number: int, lines: Sequence[MemoryTrace], fit: Callable[[Sequence[float]], Growth], shortest: int
+) -> Block:
+    def inside(phase: str, with_grads: bool = True) -> tuple[Growth, ...]:
         series = [line.inside(phase, number, with_grads) for line in lines]
         if len({len(each) for each in series}) > 1:  # as many operations as there are tokens: fullest ones are alike
             series = [[max(each)] for each in series]
@@ -260,7 +262,7 @@ def block_of(number: int, lines: Sequence[Timeline], fit: Callable[[Sequence[flo
     )
 
 
-def solve(sizes: Sequence[tuple[int, int]], values: Sequence[float]) -> Bytes:
+def solve(sizes: Sequence[tuple[int, int]], values: Sequence[float]) -> Growth:
     """Returns the terms (of two sizes a pair's is 0) of what has `values` at evenly growing `sizes`."""
     (first, of_first), (second, of_second) = sizes[:2]
     pair = 0.0
@@ -268,4 +270,4 @@ def solve(sizes: Sequence[tuple[int, int]], values: Sequence[float]) -> Bytes:
         bend = values[2] - 2 * values[1] + values[0]
         pair = bend / (sizes[2][1] - 2 * of_second + of_first)
     token = (values[1] - values[0] - pair * (of_second - of_first)) / (second - first)
-    return Bytes(values[0] - token * first - pair * of_first, token, pair)
+    return Growth(values[0] - token * first - pair * of_first, token, pair)

@@ -9,7 +9,7 @@ from shardbook.compare.page import draw_lanes
 from shardbook.compare.plan_page import timeline_of
 from shardbook.plan.cluster import build_planner
 from shardbook.plan.hardware import build_cluster
-from shardbook.plan.lanes import lay_in_time
+from shardbook.plan.step_timeline import lay_in_time
 from shardbook.recipe import find_recipe, load_recipe
 
 
