@@ -21,7 +21,8 @@ import torch.distributed as dist
 from shardbook.comm.torch_private import backends_of
 from shardbook.ranks.exits import RunFailed, watch_launcher
 from shardbook.ranks.heartbeat import Heartbeat
-from shardbook.ranks.join import INTERFACE, Rendezvous, Store, join_ranks, read_member, read_rendezvous
+from shardbook.ranks.join import INTERFACE, Store, join_ranks, read_member
+from shardbook.ranks.launchers import Rendezvous, read_rendezvous
 from shardbook.ranks.lost import is_out_of_reach
 from shardbook.ranks.progress import PROGRESS
 from shardbook.ranks.settings import (

@@ -20,7 +20,7 @@ from random import SystemRandom
 from types import FrameType
 
 from shardbook.ranks.exits import DONE, FAILED, LAUNCHER, PREEMPTED, WRONG, watch_launcher
-from shardbook.ranks.launchers import check_alone
+from shardbook.ranks.launchers import Rendezvous, check_alone
 from shardbook.ranks.machine import has_driver
 from shardbook.ranks.settings import allocator_default, malloc_defaults
 from shardbook.recipe import RecipeError
@@ -150,8 +150,7 @@ def _run_ranks(
                 failed = nodes.rank * nproc + rank
                 if code < 0 and failed and nodes.count > 1:  # a rank's own failure it prints; rank 0 has the store
                     said = f"rank {failed} (host {socket.gethostname()}) was ended by {_name_signal(code)}"
-                    from shardbook.ranks.heartbeat import tell_run  # they import torch
-                    from shardbook.ranks.join import Rendezvous
+                    from shardbook.ranks.heartbeat import tell_run  # it imports torch
 
                     tell_run(Rendezvous(failed, nodes.count * nproc, host=host, port=port), said, nodes.rank == 0)
                 for process in processes:
