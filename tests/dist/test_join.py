@@ -69,30 +69,6 @@ def test_rank_0_on_another_machine_than_the_head(recipe):
     refused(recipe, 1, said, 1, {"0": {"MASTER_ADDR": "no-such-host.invalid"}})
 
 
-def late(recipe):
-    """Those that claim rank 1 look who has come half a second after rank 0 has seen what is wrong."""
-    import shardbook.ranks.join as join
-
-    find = join.find_refusal
-
-    def find_late(members, world_size):
-        if os.environ["RANK"] == "1" and len(members) == 3:
-            time.sleep(5 * join.LOOK_SECONDS)
-            assert opened[0].check(["joined"])  # the store is there
-        return find(members, world_size)
-
-    opened, open_store = [], join.open_store
-    join.open_store = lambda *given: opened.append(open_store(*given)) or opened[0]
-    join.find_refusal = find_late
-    return start(recipe, 20, {"2": {"RANK": "1"}})
-
-
-def test_rank_0_stays_until_all_have_seen_why(recipe):
-    """Each finds it out by itself, but the store ends with rank 0."""
-    for code, _, errors in run_world(3, late, recipe):
-        assert code == 2 and errors.startswith("shardbook: RANK = 1 is claimed by two processes: "), errors
-
-
 def member(rank, world_size=4, **more):
     return {"rank": rank, "world_size": world_size, "host": "a", "pid": 7, "address": "10.0.0.1", **more}
 

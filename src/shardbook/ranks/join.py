@@ -89,7 +89,7 @@ def open_store(place: Rendezvous, is_host: bool = False) -> Store:
 def read_member(store: Store, rank: int) -> Member:
     """Returns what a rank that has joined wrote of itself: `host`, `pid`, `cores` (that it may use) and `address` (of
     its host name)."""
-    return json.loads(store.get(f"member/{rank}"))  # type: ignore[no-any-return]
+    return json.loads(store.get(f"member/{rank}"))
 
 
 def name_ranks(ranks: list[int]) -> str:
@@ -138,7 +138,9 @@ def _await_members(store: Store, place: Rendezvous, beyond: list[Member], is_hos
             return
         missing = f"{name_ranks(absent)} of {place.world_size}"
         if not refusal and (is_closed or waited > JOIN_SECONDS):
-            store.set(CLOSED, "")  # a rank that came later would wait for longer, and lose the store of rank 0 meanwhile
+            store.set(
+                CLOSED, ""
+            )  # a rank that came later would wait for longer, and lose the store of rank 0 meanwhile
             refusal = f"{missing} did not come to {place.address} in {waited:.0f} s"
             refusal += "; start the run on every node, with this address"
         if refusal:

@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
+from shardbook.ranks.launch import launch_ranks
+from shardbook.ranks.machine import choose_nproc
 from shardbook.recipe import Recipe, RecipeError, load_recipe, parse_recipe
-from shardbook.run.files import check_files
 
 PLAIN = "[data]\nmax_length = 1024\nskip_untrainable = true\n[train]\nsteps = 1\n"
 # One step and nothing beside it: of a run's reference only the rows that its steps reach are asked.
@@ -53,11 +54,7 @@ def rows_of(recipe: Recipe) -> str:
 
 
 def launch_evaluation(model: str, words: list[str], nproc: int | None, is_json: bool) -> int:
-    """Runs the ranks that evaluate `model`, after a look at the files that are named. Returns the exit code."""
+    """Runs the ranks that evaluate `model`, by its recipe. Returns the exit code."""
     recipe, _ = evaluation_recipe(model, words)
-    check_files(recipe)  # before torch is imported
-    from shardbook.ranks.launch import launch_ranks
-    from shardbook.ranks.machine import choose_nproc
-
     nproc, words = choose_nproc(recipe.parallel, nproc), [model, *words, *(["--json"] * is_json)]
     return launch_ranks(nproc, words, module="shardbook.evaluate")

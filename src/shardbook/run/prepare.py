@@ -107,13 +107,15 @@ def prepare_job(
     )
     sequences, micros = recipe.sequences, recipe.train.gradient_accumulation_steps
     with in_turn():
-        folder = model_folder(recipe.model) if world.device else config_folder(recipe.model)
         tokenizer_at = tokenizer_folder(recipe.model)
         tokenizer = load_tokenizer(tokenizer_at, "model.tokenizer", recipe.data.chat_template)
         check_vocabulary(tokenizer, config)
         recipe = _with_day(recipe, tokenizer, day)
         parts = documents, held_out = build_documents(recipe.data, tokenizer, tokenizer_at, sequences)
+        folder = config_folder(recipe.model)
         prompts = build_prompts(recipe, config, tokenizer, folder, held_out or documents)
+        if world.device:  # last: a row that cannot be trained is refused before weights are fetched
+            folder = model_folder(recipe.model)
     if dist.is_initialized():
         _check_same_files(recipe, tokenizer, parts, folder)
     place = layout.data_rank(world.rank)
