@@ -49,7 +49,7 @@ def evaluate_model(model: str, recipe: Recipe, run: Path | None, ranks: Ranks, i
     """Returns the held-out numbers of `model`, whose run directory is `run` where it has one, with what they are of;
     prints them where `is_shown`."""
     console, in_turn = Console(ranks.is_main and is_shown), partial(local_main_process_first, ranks)
-    broadcast_from_main(lambda: check_named(recipe))
+    broadcast_from_main(lambda: check_named(recipe, ranks.device.type))
     laid = lay_out_run(recipe, World(ranks.world_size, ranks.ranks_per_node, ranks.rank, ranks.device), in_turn)
     job = prepare_job(laid, in_turn)
     assert job.held_out is not None  # evaluation_recipe has seen to it

@@ -61,7 +61,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     """Runs `recipe` to its last step, or until it is asked to stop. Returns the exit code, DONE or PREEMPTED."""
     console, in_turn = Console(ranks.is_main), partial(local_main_process_first, ranks)
     check_same_on_all_ranks(environment() | flatten_recipe(recipe) | {"ranks of a node": ranks.ranks_per_node})
-    broadcast_from_main(lambda: preflight(recipe, recipe_path.stem, ranks.world_size, ranks.ranks_per_node))
+    broadcast_from_main(lambda: preflight(recipe, recipe_path.stem, ranks))
     use_deterministic(recipe.train.deterministic)
     torch.manual_seed(recipe.train.seed + ranks.rank)  # for lora_dropout: each rank drops other elements
     stop = StopFlag().listen()

@@ -85,7 +85,11 @@ def test_a_teacher_is_fetched_at_its_revision(monkeypatch):
     ]
     recipe = parse_recipe("", "a recipe", words)
     sharded = SimpleNamespace(model=SimpleNamespace(teacher=object()))
-    for fetch in (load_teacher, check_named, lambda recipe: fill_teacher(sharded, recipe)):
+    for fetch in (
+        load_teacher,
+        lambda recipe: check_named(recipe, "cpu"),
+        lambda recipe: fill_teacher(sharded, recipe),
+    ):
         with pytest.raises(RecipeError, match=r"distill.teacher = 'owner/name': the hub did not give it"):
             fetch(recipe)
     assert asked == ["1a2b3c"] * 3 and Distill(teacher="owner/name").model.revision == "main"

@@ -184,7 +184,7 @@ def run_train(
     path = find_recipe(name)
     recipe = load_recipe(path, overrides)  # refused here before a process is started
     from shardbook.ranks.launch import Nodes, Restarts, launch_ranks
-    from shardbook.ranks.machine import choose_nproc
+    from shardbook.ranks.machine import check_state, choose_nproc
 
     if is_dry:
         from shardbook.run.rehearsal import rehearse
@@ -194,6 +194,7 @@ def run_train(
         rehearse(recipe, nproc * node[0], nproc)
         return 0
     nodes = Nodes(*node)
+    check_state(recipe.hardware.memory_gb, path.stem, nodes.count)
     nproc, words = choose_nproc(recipe.parallel, nproc, nodes.count), [str(path), *overrides]
     if not restarts:
         return launch_ranks(nproc, words, nodes)
@@ -220,8 +221,9 @@ def run_compare(name: str, overrides: list[str], stages: str, nproc: int | None,
     path = find_recipe(name)
     recipe = load_recipe(path, overrides)
     from shardbook.compare import compare
-    from shardbook.ranks.machine import choose_nproc
+    from shardbook.ranks.machine import check_state, choose_nproc
 
+    check_state(recipe.hardware.memory_gb, path.stem, nodes=1)
     return compare(path, stages, overrides, choose_nproc(recipe.parallel, nproc), recipe.run, beside, publishes)
 
 

@@ -120,6 +120,8 @@ def _readable(files: Files, name: str, what: str) -> Files:
         try:
             with open_file(path) as file:
                 beginning = file.read(4)
+                if path.suffix == ".parquet" and beginning and not _ends_whole(file):
+                    raise EOFError("truncated, or not parquet: it does not end with PAR1")
         except (OSError, EOFError) as error:
             why = (isinstance(error, OSError) and error.strerror) or first_line(error)
             raise RecipeError(f"{said}: {path.name} cannot be read ({why})") from None
@@ -130,6 +132,12 @@ def _readable(files: Files, name: str, what: str) -> Files:
     if empty:
         raise RecipeError(f"{said}: holds no rows")
     return files
+
+
+def _ends_whole(file: IO[bytes]) -> bool:
+    """Returns whether an open .parquet file ends as each does, which its reader says without the name of the file."""
+    file.seek(-4, os.SEEK_END)
+    return file.read() == b"PAR1"
 
 
 def open_file(path: Path) -> IO[bytes]:
@@ -182,7 +190,10 @@ def csv_columns(files: Files) -> list[str]:
     every = []
     for path in files.paths:
         with io.TextIOWrapper(open_file(path), encoding="utf-8-sig", newline="") as text:
-            columns = next(csv.reader(text, delimiter=files.separator), [])
+            try:
+                columns = next(csv.reader(text, delimiter=files.separator), [])
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path.name}: not UTF-8: {error}") from None
         if len(columns) == 1 and ";" in columns[0]:
             separated = f"is separated by ';'; only {files.separator!r} separates columns"
             raise ValueError(f"{path.name}: its first line, {columns[0]}, {separated}")

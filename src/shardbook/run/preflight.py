@@ -4,45 +4,46 @@ Invariant: rank 0 looks, and every rank is told (`broadcast_from_main`); a dry r
 made, and of a model only its small files are fetched. Rows are looked at where they are read (prepare.py).
 """
 
-from math import ceil
 from pathlib import Path
-
-import torch
 
 from shardbook.data.files import find_sources, read_template
 from shardbook.model import embedded
 from shardbook.model.families import load_config
 from shardbook.model.hub import config_folder, read_header, tokenizer_folder, weights_files
+from shardbook.optim.table import OPTIMIZERS
 from shardbook.plan.cluster import build_planner
 from shardbook.plan.hardware import ROOM, build_cluster
 from shardbook.plan.peak import GB
-from shardbook.ranks.machine import memory_bytes
+from shardbook.ranks.distributed import Ranks
+from shardbook.ranks.machine import gpu_bytes, memory_bytes, too_large
 from shardbook.recipe import Model, Recipe, RecipeError
 from shardbook.run.directory import check_run_directory
 from shardbook.run.push import check_push
 from shardbook.run.trackers import check_installed
 
 
-def preflight(recipe: Recipe, name: str, ranks: int, ranks_per_node: int) -> None:
-    """Raises RecipeError where a run of `recipe`, whose file has this name, cannot begin on so many ranks of machines
-    like this one: they have less memory than it needs, or `check_run` refuses."""
+def preflight(recipe: Recipe, name: str, ranks: Ranks) -> None:
+    """Raises RecipeError where a run of `recipe`, whose file has this `name`, cannot begin on machines like this one: a
+    step takes more memory than they have, or `check_run` refuses."""
     if recipe.hardware.memory_gb:  # before a hub is asked for the model
-        check_memory(recipe, name, ranks, ranks_per_node)
-    check_run(recipe)
+        check_peak(recipe, name, ranks.world_size, ranks.ranks_per_node)
+    check_run(recipe, ranks.device.type)
 
 
-def check_run(recipe: Recipe) -> None:
+def check_run(recipe: Recipe, device_type: str) -> None:
     """Raises RecipeError where a run of `recipe` cannot begin: a tracker is not installed, the run's directory cannot
     be made, its result not be pushed, or `check_named` refuses what it reads."""
     check_installed(recipe.run)
     check_run_directory(recipe.run)
     check_push(recipe.train)
-    check_named(recipe)
+    check_named(recipe, device_type)
 
 
-def check_named(recipe: Recipe) -> None:
-    """Raises RecipeError where something that `recipe` reads is missing, of another kind, or broken at its beginning:
-    the template, sources of data, checkpoints, models and their configs."""
+def check_named(recipe: Recipe, device_type: str) -> None:
+    """Raises RecipeError where something that `recipe` names is missing, of another kind, or broken at its beginning:
+    the optimizer's package, the template, sources of data, checkpoints, models and their configs."""
+    if needs := OPTIMIZERS[recipe.optim.name].needs:
+        needs(device_type)
     read_template(recipe.data.chat_template)
     find_sources(recipe.data.train, "data.train")
     if recipe.data.eval:
@@ -69,25 +70,13 @@ def _check_model(model: Model, max_length: int, what: str) -> None:
     load_config(model, folder, max_length, what)
 
 
-def check_memory(recipe: Recipe, name: str, ranks: int, ranks_per_node: int) -> None:
-    """Raises RecipeError where machines like this one have less memory than a recipe with
-    hardware.memory_gb needs for its state or at the peak of a step."""
-    gpus = [torch.cuda.get_device_properties(number).total_memory for number in range(torch.cuda.device_count())]
-    nodes, memory = ranks // ranks_per_node, sum(gpus) if gpus else memory_bytes()
-    room = ROOM * min(gpus) if gpus else memory / ranks_per_node
-    state_bytes, peak = recipe.hardware.memory_gb * GB, _peak_bytes(recipe, ranks, ranks_per_node)
-    if memory * nodes >= state_bytes and room >= peak:
-        return
-    step = f", and {peak / GB:,.0f} GB on each of {ranks} ranks at the peak of a step" if peak else ""
-    what = f"{len(gpus)} GPUs with" if gpus else "no GPU,"
-    machines = "this machine has" if nodes == 1 else f"each of {nodes} machines like this one has"
-    enough = ceil(state_bytes / build_cluster("h100-80gb", 8).room_bytes / 8)  # nodes of 8, for state alone
-    raise RecipeError(
-        f"{name} needs {recipe.hardware.memory_gb:,.0f} GB for its state{step}, and {machines} {what} "
-        f"{memory / GB:,.0f} GB of memory; what it takes on how many GPUs: make plan RECIPE={name} GPUS={8 * enough} "
-        f"GPU=h100-80gb; on a cluster, on each machine: make launch NODES={max(2, enough)} NODE_RANK=0 "
-        f"HEAD=first-machine RECIPE={name}; hardware.memory_gb=0 tries nevertheless"
-    )
+def check_peak(recipe: Recipe, name: str, ranks: int, ranks_per_node: int) -> None:
+    """Raises RecipeError where a step of a recipe with hardware.memory_gb takes more memory at its peak than machines
+    like this one have. Their state the launcher has checked."""
+    gpus, peak = gpu_bytes(), _peak_bytes(recipe, ranks, ranks_per_node)
+    if peak > (room := ROOM * min(gpus) if gpus else memory_bytes() / ranks_per_node):
+        step = f"a step of {name} takes {peak / GB:,.0f} GB on each of {ranks} ranks at its peak"
+        raise too_large(f"{step}, and each has {room / GB:,.0f} GB here", name, recipe.hardware.memory_gb)
 
 
 def _peak_bytes(recipe: Recipe, ranks: int, ranks_per_node: int) -> int:

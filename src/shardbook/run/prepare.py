@@ -30,7 +30,6 @@ from shardbook.model.laid_out import LaidOut, World, lay_out
 from shardbook.model.selfcheck import check_family, remember
 from shardbook.model.stored import digest_ends
 from shardbook.objectives import Objective, build_objective
-from shardbook.optim.table import OPTIMIZERS
 from shardbook.plan.blocks import KNOWN_BLOCKS, Unmeasured
 from shardbook.plan.change import NONE_FITS, smallest_change
 from shardbook.plan.formulas import predict_memory_metrics
@@ -71,8 +70,6 @@ def lay_out_run(recipe: Recipe, world: World, in_turn: InTurn = nullcontext) -> 
     Fetches nothing large. Raises RecipeError where recipe, device, model and mesh contradict each other, or ranks
     would compute attention by different ones."""
     recipe = resolve_precision(recipe, world.device_type)
-    if needs := OPTIMIZERS[recipe.optim.name].needs:
-        needs(world.device_type)
     with in_turn():
         config = load_config(recipe.model, config_folder(recipe.model), recipe.data.max_length)
     if dist.is_initialized():  # a second on one rank, not on each

@@ -13,7 +13,7 @@ from shardbook.run.stored_items import newest_checkpoint
 def rehearse(recipe: Recipe, world_size: int, ranks_per_node: int) -> None:
     """Prepares `recipe` as `world_size` ranks on GPUs would, up to its weights: config, layout, optimizer, tokenizer,
     every row of the data, and one step on fake tensors. Raises RecipeError where the run would."""
-    check_run(recipe)
+    check_run(recipe, "cuda")
     console = Console(is_main=True)
     console.print(
         f"dry run  as on {world_size} GPUs, which compute in bf16 where precision.params is auto; a CPU's in fp32"
