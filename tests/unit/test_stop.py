@@ -172,8 +172,8 @@ def test_an_evaluation_ends_at_once():
     """There is nothing that it could save; a rank that has met the others listens no more."""
     script = """
 import os, signal
-from shardbook.ranks.signals import StopFlag, listen_no_more
-StopFlag().listen()
+from shardbook.ranks.signals import begin_rank, listen_no_more
+begin_rank()
 listen_no_more()
 assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 os.kill(os.getpid(), signal.SIGTERM)

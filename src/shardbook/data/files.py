@@ -198,8 +198,8 @@ def csv_columns(files: Files) -> list[str]:
             separated = f"is separated by ';'; only {files.separator!r} separates columns"
             raise ValueError(f"{path.name}: its first line, {columns[0]}, {separated}")
         if twice := [name for name in dict.fromkeys(columns) if columns.count(name) > 1]:
-            said = f"its first line has the column {twice[0]!r} twice; rename one, or leave it out"
-            raise ValueError(f"{path.name}: {said}")
+            column = f"its first line has the column {twice[0]!r} twice; rename one, or leave it out"
+            raise ValueError(f"{path.name}: {column}")
         every.append(columns)
     return every[0]
 

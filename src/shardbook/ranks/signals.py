@@ -76,6 +76,6 @@ def begin_rank() -> None:
 
 
 def listen_no_more() -> None:
-    """Gives signals their default effect again: they end this process at once."""
-    for signum in STOPS:
+    """Gives signals their default effect again, where `begin_rank` took it: they end this process at once."""
+    for signum in STOPS if EARLY else ():
         signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
