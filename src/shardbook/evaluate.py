@@ -4,6 +4,11 @@ Started like a run: `shardbook eval`, or by a launcher: `-m shardbook.evaluate M
 Invariant: the numbers are those that a run with the same rows logs as eval/...; nothing is trained or written.
 """
 
+if __name__ == "__main__":  # before torch is imported, which takes seconds: a request to stop counts already
+    from shardbook.ranks.signals import begin_rank
+
+    begin_rank()
+
 import json
 import math
 import sys
@@ -17,15 +22,9 @@ from shardbook.model.adapter_files import load_adapter
 from shardbook.model.laid_out import World
 from shardbook.model.weights import load_weights
 from shardbook.parallel.sharding import ShardedModel
-from shardbook.ranks.distributed import (
-    Ranks,
-    broadcast_from_main,
-    local_main_process_first,
-    start_distributed,
-    stop_distributed,
-)
+from shardbook.ranks.distributed import Ranks, broadcast_from_main, local_main_process_first
 from shardbook.ranks.exits import DONE, exit_rank
-from shardbook.ranks.signals import StopFlag
+from shardbook.ranks.signals import StopFlag, listen_no_more
 from shardbook.recipe import Recipe, RecipeError
 from shardbook.run.build import allocate_state, build_sharded
 from shardbook.run.checkpoint import load_checkpoint
@@ -34,12 +33,13 @@ from shardbook.run.evaluated import describe_rows, evaluation_recipe
 from shardbook.run.evaluation import evaluate
 from shardbook.run.log.console import Console
 from shardbook.run.out_of_memory import OomGuard
+from shardbook.run.preflight import check_named
 from shardbook.run.prepare import Job, lay_out_run, prepare_job
+from shardbook.run.rank import guard, with_ranks
 from shardbook.run.reference import Reference
 from shardbook.run.start import load_base
 from shardbook.run.stored_items import newest_checkpoint, step_of
 from shardbook.run.teacher import fill_teacher
-from shardbook.train import guard
 
 LIKELIHOODS = {"sft": "loss", "distill": "nll"}  # by method, the metric whose exponential is the perplexity
 
@@ -48,6 +48,7 @@ def evaluate_model(model: str, recipe: Recipe, run: Path | None, ranks: Ranks, i
     """Returns the held-out numbers of `model`, whose run directory is `run` where it has one, with what they are of;
     prints them where `is_shown`."""
     console, in_turn = Console(ranks.is_main and is_shown), partial(local_main_process_first, ranks)
+    broadcast_from_main(lambda: check_named(recipe, ranks.device.type))
     laid = lay_out_run(recipe, World(ranks.world_size, ranks.ranks_per_node, ranks.rank, ranks.device), in_turn)
     job = prepare_job(laid, in_turn)
     assert job.held_out is not None  # evaluation_recipe has seen to it
@@ -112,14 +113,17 @@ def main(words: list[str] | None = None) -> int:
         if not named:
             raise RecipeError("no model: python -m shardbook.evaluate MODEL [--json] [section.key=value ...]")
         recipe, run = evaluation_recipe(named[0], named[1:])
-        ranks = start_distributed(recipe.run.lost_seconds, recipe.run.hang_seconds)
         is_json = "--json" in given
-        with redirect_stdout(sys.stderr) if is_json else nullcontext():  # whatever else is said is not JSON
-            numbers = evaluate_model(named[0], recipe, run, ranks, not is_json)
-        if is_json and ranks.is_main:
-            print(json.dumps(numbers, indent=1), flush=True)
-        stop_distributed(ranks)
-        return DONE
+
+        def show(ranks: Ranks) -> int:
+            listen_no_more()  # a signal ends it at once: there is nothing to save
+            with redirect_stdout(sys.stderr) if is_json else nullcontext():  # whatever else is printed is not JSON
+                numbers = evaluate_model(named[0], recipe, run, ranks, not is_json)
+            if is_json and ranks.is_main:
+                print(json.dumps(numbers, indent=1), flush=True)
+            return DONE
+
+        return with_ranks(recipe, show)
 
     return guard(story)
 

@@ -5,8 +5,12 @@ Start it through a launcher (`shardbook train`, torchrun, accelerate launch) or 
 the loop, it belongs in a module.
 """
 
+if __name__ == "__main__":  # before torch is imported, which takes seconds: a request to stop counts already
+    from shardbook.ranks.signals import begin_rank
+
+    begin_rank()
+
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -17,17 +21,15 @@ from shardbook.optim import clip_gradients, learning_rate, set_learning_rate
 from shardbook.parallel.pipeline import run_step
 from shardbook.ranks.distributed import (
     Ranks,
+    broadcast_from_main,
     check_same_on_all_ranks,
     local_main_process_first,
-    start_distributed,
-    stop_distributed,
-    sum_over_ranks,
     watch_steps,
 )
-from shardbook.ranks.exits import DONE, FAILED, PREEMPTED, WRONG, exit_rank, report_error
+from shardbook.ranks.exits import DONE, exit_rank
 from shardbook.ranks.progress import PROGRESS
 from shardbook.ranks.settings import use_deterministic
-from shardbook.ranks.signals import StopFlag, asked_early
+from shardbook.ranks.signals import StopFlag
 from shardbook.recipe import Recipe, RecipeError, find_recipe, flatten_recipe, load_recipe
 from shardbook.run.build import allocate_state, build_sharded
 from shardbook.run.checkpoint import TrainState
@@ -40,9 +42,11 @@ from shardbook.run.log.console import Console
 from shardbook.run.log.step_log import StepLog
 from shardbook.run.out_of_memory import OomGuard
 from shardbook.run.prefetch import BatchPrefetcher
+from shardbook.run.preflight import preflight
 from shardbook.run.prepare import lay_out_run, prepare_job
 from shardbook.run.profile import Profile
 from shardbook.run.push import push_if_asked
+from shardbook.run.rank import guard, with_ranks
 from shardbook.run.reference import Reference
 from shardbook.run.saver import Saver, predict_bytes
 from shardbook.run.sdc_check import SdcCheck
@@ -55,6 +59,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     """Runs `recipe` to its last step, or until it is asked to stop. Returns the exit code, DONE or PREEMPTED."""
     console, in_turn = Console(ranks.is_main), partial(local_main_process_first, ranks)
     check_same_on_all_ranks(environment() | flatten_recipe(recipe) | {"ranks of a node": ranks.ranks_per_node})
+    broadcast_from_main(lambda: preflight(recipe, recipe_path.stem, ranks))
     use_deterministic(recipe.train.deterministic)
     torch.manual_seed(recipe.train.seed + ranks.rank)  # for lora_dropout: each rank drops other elements
     stop = StopFlag().listen()
@@ -141,24 +146,9 @@ def main(words: list[str] | None = None) -> int:
             raise RecipeError("no recipe: python -m shardbook.train RECIPE [section.key=value ...]")
         path = find_recipe(given[0])
         recipe = load_recipe(path, given[1:])
-        ranks = start_distributed(recipe.run.lost_seconds, recipe.run.hang_seconds)
-        if sum_over_ranks(asked_early())[0]:
-            Console(ranks.is_main).print("stopped  before anything was built; run the same command again")
-            code = PREEMPTED
-        else:
-            code = train(recipe, path, ranks)
-        stop_distributed(ranks)
-        return code
+        return with_ranks(recipe, partial(train, recipe, path))
 
     return guard(story)
-
-
-def guard(story: Callable[[], int]) -> int:
-    """Returns the exit code of a rank's `story`; of one that fails the code of its error, whose reason is printed."""
-    try:
-        return story()
-    except (Exception, KeyboardInterrupt) as error:
-        return report_error(error, WRONG if isinstance(error, RecipeError) else FAILED)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import pytest
 from tiny import write_pairs
 from world import metrics, run_train, run_world
 
-from shardbook.cli import main
 from shardbook.recipe import RecipeError
 from shardbook.run.evaluated import describe_rows, evaluation_recipe
 
@@ -121,13 +120,15 @@ def test_rows_that_are_named_take_the_place_of_those_that_the_run_held_out(tmp_p
         evaluation_recipe(str(tmp_path), ["data.eval=b.jsonl", "data.eval_size=3"])
 
 
-def test_what_cannot_be_evaluated_is_refused(recipe, tmp_path, capsys):
+def test_what_cannot_be_evaluated_is_refused(recipe, tiny, tmp_path):
     with pytest.raises(RecipeError, match=r"eval .*: name rows with data=FILE"):
         evaluation_recipe(str(tmp_path), [])
     (tmp_path / "resolved.toml").write_text("[train]\nsteps = 5\n")
     with pytest.raises(RecipeError, match=r"its run held no rows out; name rows with data=FILE"):
         evaluation_recipe(str(tmp_path), [])
-    assert main(["eval", "./nowhere", "data=absent.jsonl"]) == 2
-    assert "model.path = './nowhere': no such directory" in capsys.readouterr().err
-    assert main(["eval", str(tmp_path), "data=absent.jsonl"]) == 2
-    assert "data.train = 'absent.jsonl': no such file" in capsys.readouterr().err
+    for model, rows, said in (
+        ("./nowhere", tiny / "chats.jsonl", "model.path = './nowhere': no such directory"),
+        (tmp_path, "absent.jsonl", "data.train = 'absent.jsonl': no such file"),
+    ):
+        for code, out, err in run_world(2, evaluate_rank, [str(model), f"data={rows}"]):
+            assert code == 2 and not out and err.startswith(f"shardbook: {said}"), err

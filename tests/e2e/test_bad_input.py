@@ -109,7 +109,7 @@ CASES = {
 
 
 RANDOM = ["model.init=random"]  # without weights
-EARLY = {  # what a launcher sees before torch is imported: the command's words, and parts of its last line
+NAMED = {  # what a run refuses before a model is built or weights are fetched: the words, and parts of its last line
     "data-absent": (["data.train={out}/absent.jsonl"], ["data.train = ", "absent.jsonl': no such file"]),
     "data-directory": (["data.train={out}/absent"], ["no such directory, and not a hub id"]),
     "data-nothing": (
@@ -128,8 +128,11 @@ EARLY = {  # what a launcher sees before torch is imported: the command's words,
         ["(semicolon.csv: its first line, a;b, is separated by ';'"],
     ),
     "data-list": (["data.train={out}/list.jsonl"], ["(line 1 of list.jsonl: is no table of fields)"]),
-    "data-cut": (["data.train={out}/cut.parquet"], ["cut.parquet': cannot be read as parquet (cut.parquet: "]),
-    "data-latin": (["data.train={out}/latin.csv"], ["latin.csv': cannot be read as csv (not UTF-8: 'utf-8' codec"]),
+    "data-cut": (
+        ["data.train={out}/cut.parquet"],
+        ["cut.parquet': cut.parquet cannot be read (truncated, or not parq"],
+    ),
+    "data-latin": (["data.train={out}/latin.csv"], ["cannot be read as csv (latin.csv: not UTF-8: 'utf-8' codec"]),
     "data-utf-16": (
         ["data.train={out}/excel.tsv"],
         ["excel.tsv is UTF-16, and only UTF-8 is read; iconv -f UTF-16 -t UTF-8 excel.tsv > utf8-excel.tsv"],
@@ -186,8 +189,6 @@ EARLY = {  # what a launcher sees before torch is imported: the command's words,
         ["run.report_to=aim"],
         ["report_to = 'aim': its package is not installed; pip install aim"],
     ),
-}
-ALSO = {  # of configs, in a process that has imported transformers without torch
     "config-absent": (["model.path={out}/nothing", *RANDOM], ["no usable config.json: ", "No such file or directory"]),
     "config-json": (["model.path={out}/not-json", *RANDOM], ["model.path = ", "no usable config.json: Expecting"]),
     "config-list": (["model.path={out}/list", *RANDOM], ["no usable config.json: ", "dictionary update sequence"]),
@@ -207,7 +208,13 @@ ALSO = {  # of configs, in a process that has imported transformers without torc
         ["data.max_length = 128: {out}/short sees at most 64 tokens"],
     ),
 }
-EARLY_TOO = {  # of other commands, all their words
+EARLY = {  # what a command refuses before torch is imported: its words, and parts of its last line
+    "train-key": (["train", "{out}/tiny.toml", "optim.lr=1"], ["optim.lr is not a key of a recipe; here it is optim."]),
+    "train-state": (["train", "llama405b-3d", "hardware.memory_gb=1e9"], ["needs 1,000,000,000 GB for its state, and"]),
+    "data-source": (
+        ["data", "{out}/tiny.toml", "data.train={out}/absent.jsonl"],
+        ["data.train = '{out}/absent.jsonl': no such file"],
+    ),
     "plan-recipe": (
         ["plan", "llama8b-fspd"],
         ["recipe 'llama8b-fspd': no such file or name; close to it: llama8b-fsdp"],
@@ -224,26 +231,39 @@ EARLY_TOO = {  # of other commands, all their words
     "push-absent": (["push", "{out}/nothing", "--repo", "me/mine"], ["nothing: not a run directory (no resolved"]),
 }
 COMMANDS = """
-import contextlib, io, json, os, sys
+import contextlib, io, json, sys
 from shardbook.cli import main
-from shardbook.run.files import _leave_torch_out
 found = {}
-def run(words):
-    for name, words in words.items():
-        with contextlib.redirect_stderr(io.StringIO()) as err:
-            found[name] = main(words), err.getvalue()
-first, then = json.load(sys.stdin)
-run(first)
+for name, words in json.load(sys.stdin).items():
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+        found[name] = main(words), err.getvalue()
 large = sorted({"torch", "transformers", "datasets"} & sys.modules.keys())
-_leave_torch_out(os.getppid())  # as in the process that a launcher starts
-run(then)
 print(json.dumps([found, large]))
 """
 
 
+def refusals_of(cases):
+    """What a rank that is alone says to each of the cases, whose words are a recipe's."""
+    import torch.distributed as dist
+
+    import shardbook.run.prepare as prepare
+
+    def fetch(model):
+        raise AssertionError("weights are fetched before a refusal")
+
+    prepare.model_folder = fetch
+    del os.environ["RANK"]
+    said = {}
+    for name, words in cases.items():
+        said[name] = train_rank(words)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return said
+
+
 @pytest.fixture(scope="module")
-def early(place):
-    """What the command says to each case of EARLY, and the large packages that it imported: all in one process."""
+def files(place):
+    """Beside the broken things of `place` those of NAMED."""
     good = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     files = {
         "table.xlsx": b"PK",
@@ -283,28 +303,66 @@ def early(place):
     (place / "part" / "config.json").write_text('{"model_type": "llama"}')
     weight_map = {"weight_map": {"a": "model-2.safetensors"}}
     (place / "part" / "model.safetensors.index.json").write_text(json.dumps(weight_map))
-    recipe = [str(place / "tiny.toml"), "run.name=early"]
-    words = [
-        {name: ["train", *recipe, *(word.format(out=place) for word in words)] for name, (words, _) in cases.items()}
-        for cases in (EARLY, ALSO)
-    ]
-    words[0] |= {name: [word.format(out=place) for word in words] for name, (words, _) in EARLY_TOO.items()}
-    before = set(place.iterdir())
+    return place
+
+
+@pytest.fixture(scope="module")
+def named(files):
+    recipe = [str(files / "tiny.toml"), "run.name=early"]
+    before = set(files.iterdir())
+    words = {name: [*recipe, *(word.format(out=files) for word in words)] for name, (words, _) in NAMED.items()}
+    (found,) = run_world(1, refusals_of, words)
+    assert set(files.iterdir()) == before  # no run directory
+    return found
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_what_a_recipe_names_is_refused_before_weights_are_fetched(named, place, name):
+    check([named[name]], [part.replace("{out}", str(place)) for part in NAMED[name][1]])
+
+
+@pytest.fixture(scope="module")
+def early(files):
+    """What the command says to each case of EARLY, and the large packages that it imported: all in one process."""
+    words = {name: [word.format(out=files) for word in words] for name, (words, _) in EARLY.items()}
     done = subprocess.run([sys.executable, "-c", COMMANDS], input=json.dumps(words), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert set(place.iterdir()) == before  # no run directory
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("name", [*EARLY, *ALSO, *EARLY_TOO])
-def test_a_launcher_refuses_what_it_can_see(early, place, name):
+@pytest.mark.parametrize("name", EARLY)
+def test_a_command_refuses_what_it_can_see(early, place, name):
     code, said = early[0][name]
     assert code == 2 and said.count("\n") == 1 and said.startswith("shardbook: "), said
-    assert all(part.replace("{out}", str(place)) in said for part in (EARLY | ALSO | EARLY_TOO)[name][1]), said
+    assert all(part.replace("{out}", str(place)) in said for part in EARLY[name][1]), said
 
 
-def test_a_launcher_refuses_before_torch_is_imported(early):
+def test_a_command_refuses_before_torch_is_imported(early):
     assert early[1] == []
+
+
+def looked_at(words):
+    """One of two ranks: what it says, and whether it looked at what the recipe names itself."""
+    import shardbook.run.preflight as preflight
+
+    looks, find = [], preflight.find_sources
+    preflight.find_sources = lambda *given: looks.append(1) or find(*given)
+    return *train_rank(words), len(looks)
+
+
+def test_one_rank_looks_and_all_are_told(place):
+    absent = f"data.train={place}/absent.jsonl"
+    results = run_world(2, looked_at, [str(place / "tiny.toml"), "run.name=told", absent])
+    check([result[:3] for result in results], ["data.train = ", "absent.jsonl': no such file"])
+    assert [looks for *_, looks in results] == [1, 0]
+
+
+@pytest.mark.parametrize("name", ["data-field", "model-value"])
+def test_what_one_rank_of_a_node_refuses_all_are_told(files, place, name):
+    """Else the others would wait for it, and end with a line of a lost peer."""
+    words, parts = NAMED[name]
+    recipe = [str(place / "tiny.toml"), "run.name=told", *(word.format(out=place) for word in words)]
+    check(run_world(2, train_rank, recipe), [part.replace("{out}", str(place)) for part in parts])
 
 
 HERE = {  # what a command refuses in this process; the command's words, and parts of its last line
@@ -328,7 +386,7 @@ HERE = {  # what a command refuses in this process; the command's words, and par
 
 
 @pytest.mark.parametrize("name", HERE)
-def test_a_command_refuses_in_one_line(place, early, name, capsys):
+def test_a_command_refuses_in_one_line(place, name, capsys):
     words, parts = HERE[name]
     (place / "a-run").mkdir(exist_ok=True)
     (place / "a-run" / "resolved.toml").touch()

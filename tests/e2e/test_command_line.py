@@ -15,7 +15,7 @@ import pytest
 import torch
 from tiny import tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from world import losses, metrics, run_train, run_world
+from world import losses, metrics, run_train, run_world, train_rank
 
 from shardbook import cli
 from shardbook.ranks import machine
@@ -435,19 +435,30 @@ def test_more_ranks_than_fit_into_memory_are_refused_before_one_is_started(recip
         assert re.search(r"^shardbook: --nproc 2: must be at most 0 here: so many fill \d+ GB before", said)
 
 
-def test_a_machine_that_cannot_run_it_says_so_in_four_lines(capsys):
-    assert cli.main(["train", "llama70b-fsdp", "hardware.memory_gb=1129000000"]) == 2
+def test_a_machine_that_cannot_run_it_says_so_before_a_rank_is_started(capsys, monkeypatch):
+    """Its mesh would want 512 of them."""
+    monkeypatch.setattr("shardbook.ranks.launch.launch_ranks", lambda *_: pytest.fail("ranks were started"))
+    assert cli.main(["train", "llama405b-3d", "hardware.memory_gb=1129000000"]) == 2
     result = capsys.readouterr()
     assert not result.out
-    needs, here, plan, way_out = result.err.splitlines()
-    assert re.match(
-        r"shardbook: llama70b-fsdp needs 1,129,000,000 GB for its state, and [\d,]+ GB on each of \d+ ranks at the ",
-        needs,
+    assert re.fullmatch(
+        r"shardbook: llama405b-3d needs 1,129,000,000 GB for its state, and this machine has (no|\d+) GPUs?[^;]* GB of "
+        r"memory; what it takes on how many GPUs: make plan RECIPE=llama405b-3d GPUS=14112504 GPU=h100-80gb; on a "
+        r"cluster, on each machine: make launch NODES=1764063 NODE_RANK=0 HEAD=first-machine RECIPE=llama405b-3d; "
+        r"hardware.memory_gb=0 tries nevertheless\n",
+        result.err,
     )
-    assert needs.endswith("(sized for 64 GPUs: 8 nodes of 8, 80 GB each)")
-    assert here.startswith("  here: this machine has ") and "hardware.memory_gb=0 tries nevertheless" in here
-    assert plan.endswith("make plan RECIPE=llama70b-fsdp GPUS=64 GPU=h100-80gb")
-    assert way_out.endswith("make launch NODES=8 NODE_RANK=0 HEAD=first-machine RECIPE=llama70b-fsdp")
+
+
+def test_a_step_that_this_machine_has_no_memory_for_is_refused_before_a_model_is_asked_for():
+    """On rank 0, so under each launcher: the model is of a hub that no test reaches."""
+    words = ["llama70b-fsdp", "hardware.memory_gb=0.001", "data.train=chitchat"]
+    for code, out, err in run_world(2, train_rank, words):
+        assert code == 2 and not out
+        step = r"shardbook: a step of llama70b-fsdp takes \d+ GB on each of 2 ranks at its peak, and each has \d+ GB"
+        assert re.match(step + " here; what it takes on how many GPUs: make plan RECIPE=llama70b-fsdp GPUS=8 ", err), (
+            err
+        )
 
 
 def test_a_dry_run_checks_a_recipe_at_its_world_size(recipe, capsys):

@@ -1,6 +1,5 @@
 """`shardbook compare` as a user types it: fresh processes, a failed variant, the report, what wandb recorded."""
 
-import contextlib
 import json
 import os
 import re
@@ -224,7 +223,7 @@ def started(recipe, name, *words):
 @pytest.mark.slow
 def test_a_signal_before_a_variant_listens_stops_the_comparison(recipe):
     process, children = started(recipe, "early")
-    while process.poll() is None and not any(map(is_variant, children(process.pid))):
+    while process.poll() is None and not children(process.pid):
         time.sleep(0.01)
     process.send_signal(signal.SIGUSR1)
     said = process.communicate(timeout=240)[0]
@@ -242,21 +241,6 @@ def test_a_second_ctrl_c_stops_the_comparison(recipe):
             break
     said = process.communicate(timeout=240)[0]
     assert process.returncode == 75 and "[2/2]" not in said
-
-
-@pytest.mark.slow
-def test_a_signal_while_configs_are_looked_at_leaves_no_process(recipe):
-    process, children = started(recipe, "earlier")
-    while process.poll() is None and not children(process.pid):
-        time.sleep(0.01)
-    process.send_signal(signal.SIGUSR1)
-    assert process.communicate(timeout=240)[0] == ""  # it ends once nobody holds the pipe
-    assert process.returncode == -signal.SIGUSR1
-
-
-def is_variant(pid):  # and not the process that looks at the config
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return b"train" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
 
 
 def running(pid):

@@ -5,8 +5,9 @@ import re
 import pytest
 import tomli_w
 
-from shardbook.recipe import RecipeError, describe_keys, dump_recipe, load_recipe
+from shardbook.recipe import RecipeError, describe_keys, dump_recipe, load_recipe, note_gone
 from shardbook.recipe.gone import GONE
+from shardbook.run.evaluated import describe_rows, evaluation_recipe
 
 MINE = "[model]\ninit = 'random'\n[train]\nsteps = 1\n"
 
@@ -49,3 +50,23 @@ def test_a_resolved_recipe_that_holds_a_gone_key_loads_at_its_default_alone(name
     other = {str: "other", bool: not default, int: 7, float: 7.0}[type(default)]
     with pytest.raises(RecipeError, match=re.escape(f"{name} = {other!r}: is not a key any more")):
         load_recipe(write_resolved(tmp_path, name, other))
+
+
+@pytest.mark.parametrize("name", GONE)
+def test_of_a_past_run_only_weights_are_read_whatever_a_gone_key_was(name, tmp_path, capsys):
+    default, _ = GONE[name]
+    other = {str: "other", bool: not default, int: 7, float: 7.0}[type(default)]
+    for value, said in ((default, ""), (other, f"resolved.toml: not heeded, as no key any more: {name} = {other!r}\n")):
+        file = write_resolved(tmp_path, name, value)
+        assert dump_recipe(load_recipe(file, is_past=True)) == dump_recipe(load_recipe(tmp_path / "mine.toml"))
+        note_gone(file)
+        out, err = capsys.readouterr()
+        assert not out and err.endswith(said) and bool(err) == bool(said)
+
+
+def test_an_evaluation_of_a_past_run_goes_on(tmp_path):
+    write_resolved(tmp_path, "train.max_bad_steps", 3)
+    recipe, run = evaluation_recipe(str(tmp_path), ["data=chitchat"])
+    assert run == tmp_path and describe_rows(recipe, run).startswith("data.eval=chitchat, in place of none of the run")
+    with pytest.raises(RecipeError, match=r"train.max_bad_steps = 3: is not a key any more"):
+        evaluation_recipe(str(tmp_path), ["data=chitchat", "train.max_bad_steps=3"])

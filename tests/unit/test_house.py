@@ -160,7 +160,7 @@ def test_a_test_that_patches_the_story_turns_it_red(line):
 
 def test_a_launcher_imports_no_torch():
     """It checks a recipe and starts ranks, which import torch at the same time as it would have."""
-    rooms = "cli, recipe, run.files, parallel.mesh, ranks.launch, ranks.machine"
+    rooms = "cli, recipe, data.files, parallel.mesh, ranks.launch, ranks.machine"
     code = (
         f"import sys, {', '.join(f'shardbook.{room}' for room in rooms.split(', '))}; sys.exit('torch' in sys.modules)"
     )

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from tiny import tokenizer
 
 from shardbook.data import sources
-from shardbook.data.files import check_first_rows
 from shardbook.data.json_rows import read_json_rows
 from shardbook.data.sources import load_sources, read_raw
 from shardbook.data.tokenized import build_documents
@@ -309,25 +308,6 @@ def test_a_row_that_cannot_be_trained_is_named_by_its_number_line_and_file(tmp_p
         build_documents(Data(train=str(tmp_path / "*.jsonl")), coder, tmp_path / "model")
 
 
-def test_the_first_row_is_found_or_left_to_the_ranks(tmp_path):
-    """A launcher reads the beginning of a .json file; where that tells nothing of the row, it says nothing."""
-    long = "x" * 2**20
-    for name, rows in (
-        ("long", [{"text": long}]),
-        ("spaces", [{"text": " " * 2**20 + "}"}]),
-        ("none", [{"txet": "a"}]),
-    ):
-        path = tmp_path / f"{name}.json"
-        path.write_text(json.dumps(rows))
-        if name == "none":
-            with pytest.raises(
-                RecipeError, match=r"^data.train: row 0: has the fields txet.* \(line 1 of none.json\)$"
-            ):
-                check_first_rows(Data(train=str(path)), str(path), "data.train", 1)
-        else:
-            check_first_rows(Data(train=str(path)), str(path), "data.train", 1)
-
-
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_a_column_that_the_first_row_lacks_is_one_that_another_row_has(tmp_path, suffix):
     rows = [{"instruction": "a", "output": "b", "more": None}, {"instruction": "c", "output": "d", "more": "e"}]
@@ -338,7 +318,6 @@ def test_a_column_that_the_first_row_lacks_is_one_that_another_row_has(tmp_path,
         del rows[0]["more"]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = Data(train=str(path), columns={"input": "more"})
-    check_first_rows(data, str(path), "data.train", 1)
     (source,) = load_sources(str(path), "data.train", data.columns)
     assert read_raw(source.table.to_dict(), source.renames, source.is_json)[1]["input"] == "e"
 
@@ -371,8 +350,6 @@ def test_a_packed_file_that_is_cut_or_none_is_refused(tmp_path, suffix):
         path.write_bytes(content)
         with pytest.raises(RecipeError, match=r"rows.jsonl\.\w+ cannot be "):
             load_sources(str(path), "data.train")
-    with pytest.raises(RecipeError, match=r"rows.jsonl\.\w+ cannot be "):
-        check_first_rows(Data(train=str(path)), str(path), "data.train", 1)
 
 
 def test_an_empty_list_has_no_rows(tmp_path):

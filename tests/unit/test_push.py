@@ -163,7 +163,7 @@ def test_a_commit_that_fails_leaves_no_repository(run, hub, capsys):
 
 
 def test_a_run_that_shall_be_pushed_is_refused_before_it_starts(monkeypatch):
-    from shardbook.run.files import check_push
+    from shardbook.run.push import check_push
 
     words = ["train.push_to_hub=true", "train.hub_model_id=me/mine"]
     path = ROOT / "recipes" / "smollm2-135m-fsdp.toml"

@@ -2,9 +2,8 @@
 
 import pytest
 
-from shardbook.ranks.join import Rendezvous, read_rendezvous
 from shardbook.ranks.launch import launch_ranks
-from shardbook.ranks.launchers import check_alone
+from shardbook.ranks.launchers import Rendezvous, check_alone, read_rendezvous
 from shardbook.recipe import RecipeError
 
 GOOD = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a"}

@@ -18,7 +18,6 @@ from tiny import CHATML, config, tokenizer, write_chats
 import shardbook.data.encoding as encoding
 import shardbook.data.tokenized as tokenized
 from shardbook.data.encoding import load_tokenizer
-from shardbook.data.files import check_first_rows
 from shardbook.data.loader import Batching, Loader, build_micro_batch, eval_micro_batches, permute
 from shardbook.data.sources import load_sources, mix, read_raw
 from shardbook.data.tokenized import Documents, build_documents, check_vocabulary, digest_rows, pack
@@ -73,6 +72,7 @@ def test_unusable_sources_are_named(folder):
     (folder / "table.xls").write_text("a,b")
     (folder / "twice.csv").write_text("a,text,a\n1,2,3\n")
     (folder / "cut.parquet").write_bytes(b"PAR1 and no more")
+    (folder / "odd.parquet").write_bytes(b"PAR1 and a wrong footer PAR1")
     cases = {
         str(folder / "absent.jsonl"): "no such file",
         str(folder / "absent"): "no such directory",
@@ -81,7 +81,10 @@ def test_unusable_sources_are_named(folder):
         "chitchatt": "no such directory, and not a hub id",
         str(empty): "holds no rows",
         str(broken): r"cannot be read as json \(line 1 of broken.jsonl: Expecting value",
-        str(folder / "cut.parquet"): r"cannot be read as parquet \(.+; where the file is whole, delete its copy in /",
+        str(
+            folder / "cut.parquet"
+        ): r"cut.parquet cannot be read \(truncated, or not parquet: it does not end with PAR1\)",
+        str(folder / "odd.parquet"): r"cannot be read as parquet \(.+; where the file is whole, delete its copy in /",
         str(folder / "blank.jsonl"): "holds no rows",
         str(folder / "list.jsonl"): r"cannot be read as json \(line 3 of list.jsonl: is no table of fields\)",
         str(
@@ -127,7 +130,6 @@ def test_zst_is_read_where_its_package_is_installed(folder, monkeypatch):
             load_sources(str(path), "data.train")
     zstandard = pytest.importorskip("zstandard")
     path.write_bytes(zstandard.compress(b'{"text": "a"}\n'))
-    check_first_rows(Data(train=str(path)), str(path), "data.train", 1)
     assert rows_of(load_sources(str(path), "data.train")[0]) == [{"text": "a"}]
 
 
@@ -155,18 +157,6 @@ def test_columns_of_other_names_are_the_fields_that_the_recipe_says(folder):
 def chats(path, row):
     path.write_text(json.dumps(row) + "\n")
     return path
-
-
-def test_the_first_row_of_each_form_of_json_is_found(folder):
-    good, bad = '{"text": "a"}', '{"txet": "a"}'
-    for content, is_bad in ((f" [{bad}, {good}]", True), (bad, True), (f"[{good}, {bad}]", False)):
-        (folder / "a.json").write_text(content)
-        data = Data(train=str(folder / "a.json"))
-        if is_bad:
-            with pytest.raises(RecipeError, match="row 0: has the fields txet; nearest to text"):
-                check_first_rows(data, data.train, "data.train", 1)
-        else:
-            check_first_rows(data, data.train, "data.train", 1)
 
 
 def test_held_out_rows_are_a_share_and_never_all(folder):

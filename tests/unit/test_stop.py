@@ -142,10 +142,56 @@ class AtTorch:
         if name == "torch":
             os.kill(os.getpid(), signal.SIGUSR1)
 
-sys.orig_argv = ["python", "-m", "shardbook.train"]
 sys.meta_path.insert(0, AtTorch)
-import shardbook
-from shardbook.ranks.signals import StopFlag, asked_early
+from shardbook.ranks.signals import StopFlag, asked_early, begin_rank
+begin_rank()
 sys.exit(7 * asked_early() * StopFlag().listen().asked)
 """
     assert subprocess.run([sys.executable, "-c", script], capture_output=True).returncode == 7
+
+
+@pytest.mark.parametrize("module", ["shardbook.train", "shardbook.evaluate"])
+def test_the_program_of_a_rank_listens_before_it_imports_torch(module):
+    script = f"""
+import os, runpy, signal, sys
+
+class AtTorch:
+    def find_spec(name, path=None, target=None):
+        if name == "torch":
+            os.kill(os.getpid(), signal.SIGTERM)
+            from shardbook.ranks.signals import asked_early
+            os._exit(7 * asked_early())
+
+sys.meta_path.insert(0, AtTorch)
+runpy.run_module({module!r}, run_name="__main__")
+"""
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True).returncode == 7
+
+
+def test_an_evaluation_ends_at_once():
+    """There is nothing that it could save; a rank that has met the others listens no more."""
+    script = """
+import os, signal
+from shardbook.ranks.signals import begin_rank, listen_no_more
+begin_rank()
+listen_no_more()
+assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+    assert subprocess.run([sys.executable, "-c", script]).returncode == -signal.SIGTERM
+
+
+def test_importing_the_package_does_nothing():
+    """No signal is handled, nothing large imported, no process ended, whatever the program is called."""
+    script = """
+import signal, sys
+sys.orig_argv[1:] = ["-m", "shardbook.train", "a-recipe"]
+handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+import shardbook
+assert handlers == [signal.getsignal(number) for number in signal.valid_signals()]
+assert not {"torch", "transformers", "datasets", "shardbook.ranks.signals"} & sys.modules.keys()
+import shardbook.ranks.signals
+assert handlers == [signal.getsignal(number) for number in signal.valid_signals()]
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -48,14 +48,14 @@ RANK = """
 import importlib.metadata, runpy, sys
 importlib.metadata.version = lambda package: {"torch": "2.10.0", "transformers": "5.24.0"}[package]
 sys.modules["torch"] = None  # as one whose import fails
-sys.orig_argv[1:] = ["-m", "shardbook.train", "smollm2-135m-fsdp"]
-runpy.run_module("shardbook.train", run_name="__main__")
+runpy.run_module(sys.argv[1], run_name="__main__")
 """
 
 
-def test_a_rank_says_so_before_it_imports_torch(tmp_path):
+@pytest.mark.parametrize("module", ["shardbook.train", "shardbook.evaluate"])
+def test_a_rank_says_so_before_it_imports_torch(tmp_path, module):
     kept = {"SHARDBOOK_EXIT_FILE": str(tmp_path / "exit")}
-    ended = subprocess.run([sys.executable, "-c", RANK], capture_output=True, text=True, env=os.environ | kept)
+    ended = subprocess.run([sys.executable, "-c", RANK, module], capture_output=True, text=True, env=os.environ | kept)
     assert (tmp_path / "exit").read_text().split() == ["2"]
     assert ended.returncode == 2 and ended.stderr.count("\n") == 1
     assert ended.stderr.startswith("shardbook: torch 2.10.0 is older than Shardbook runs on")

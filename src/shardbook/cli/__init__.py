@@ -183,13 +183,8 @@ def run_train(
         raise RecipeError(f"--max-restarts {restarts} with --nodes {node[0]}: {said}")
     path = find_recipe(name)
     recipe = load_recipe(path, overrides)  # refused here before a process is started
-    from shardbook.ranks.machine import choose_nproc, memory_bytes
-    from shardbook.run.files import check_files
-
-    # Before torch is imported; but a model that is too large for this machine is not looked for first.
-    if is_dry or recipe.hardware.memory_gb * 1e9 < memory_bytes():
-        check_files(recipe)
     from shardbook.ranks.launch import Nodes, Restarts, launch_ranks
+    from shardbook.ranks.machine import check_state, choose_nproc
 
     if is_dry:
         from shardbook.run.rehearsal import rehearse
@@ -199,20 +194,15 @@ def run_train(
         rehearse(recipe, nproc * node[0], nproc)
         return 0
     nodes = Nodes(*node)
-    if recipe.hardware.memory_gb:
-        from shardbook.run.rehearsal import check_memory
-
-        check_memory(recipe, path, nodes.count)
-        check_files(recipe)
+    check_state(recipe.hardware.memory_gb, path.stem, nodes.count)
     nproc, words = choose_nproc(recipe.parallel, nproc, nodes.count), [str(path), *overrides]
     if not restarts:
         return launch_ranks(nproc, words, nodes)
     from shardbook.run.directory import name_run, newest_step
 
-    own = name_run(recipe.run, path)  # fixed here: a name with the time would be another one after a restart
-    return launch_ranks(
-        nproc, [*words, f"run.name={own}"], nodes, Restarts(restarts, lambda: newest_step(recipe.run, own))
-    )
+    run_name = name_run(recipe.run, path)  # fixed here: a name with the time would be another one after a restart
+    left = Restarts(restarts, lambda: newest_step(recipe.run, run_name))
+    return launch_ranks(nproc, [*words, f"run.name={run_name}"], nodes, left)
 
 
 def run_compare(name: str, overrides: list[str], stages: str, nproc: int | None, beside: str, publishes: bool) -> int:
@@ -230,16 +220,10 @@ def run_compare(name: str, overrides: list[str], stages: str, nproc: int | None,
         return 0
     path = find_recipe(name)
     recipe = load_recipe(path, overrides)
-    from shardbook.run.files import check_files
-
-    check_files(recipe)
     from shardbook.compare import compare
-    from shardbook.ranks.machine import choose_nproc
+    from shardbook.ranks.machine import check_state, choose_nproc
 
-    if recipe.hardware.memory_gb:
-        from shardbook.run.rehearsal import check_memory
-
-        check_memory(recipe, path, nodes=1)
+    check_state(recipe.hardware.memory_gb, path.stem, nodes=1)
     return compare(path, stages, overrides, choose_nproc(recipe.parallel, nproc), recipe.run, beside, publishes)
 
 
@@ -316,9 +300,9 @@ def run_data(name: str, overrides: list[str], rows: int, html: Path | None) -> i
         raise RecipeError(f"--rows {rows}: must be at least 0")
     check_new("--html", html)
     recipe = load_recipe(find_recipe(name), overrides)
-    from shardbook.data.files import check_first_rows
+    from shardbook.data.files import find_sources
 
-    check_first_rows(recipe.data, recipe.data.train, "data.train", recipe.sequences)
+    find_sources(recipe.data.train, "data.train")  # before transformers is imported
     from shardbook.data.encoding import load_tokenizer
     from shardbook.data.look import show_look, take_look
     from shardbook.model.families import load_config

@@ -3,15 +3,16 @@
 import sys
 from pathlib import Path
 
-from shardbook.recipe import RecipeError, find_recipe, list_recipes, load_recipe
+from shardbook.recipe import RecipeError, find_recipe, list_recipes, load_recipe, note_gone
 
 
 def run_export(run: Path, checkpoint: Path | None, out: Path | None, dtype: str | None, merges: bool) -> int:
     """Writes a checkpoint as a Hugging Face directory, one 5 GB file in memory at a time, without a process group."""
     _check_run(run)
-    recipe = load_recipe(run / "resolved.toml")
+    recipe = load_recipe(run / "resolved.toml", is_past=True)
     from shardbook.run.export import export_run
 
+    note_gone(run / "resolved.toml")
     export_run(run, recipe, checkpoint, out, dtype or recipe.train.export_dtype, merges)
     return 0
 

@@ -7,20 +7,19 @@ its own; nothing here touches how it trains. A variant that fails is reported an
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from rich.table import Column, Table
 
 from shardbook.parallel.mesh import resolve_sizes
-from shardbook.ranks.exits import DONE, FAILED, LAUNCHER, PREEMPTED
+from shardbook.ranks.exits import DONE, FAILED, LAUNCHER, PREEMPTED, WRONG
+from shardbook.ranks.launch import passing_signals
 from shardbook.ranks.machine import count_gpus
 from shardbook.recipe import Parallel, Recipe, RecipeError, Run, flatten_recipe, load_recipe, nearest, resolve_precision
 from shardbook.recipe.stages import OF_ANY, STAGES, SWITCHES, find_stage
@@ -97,8 +96,8 @@ def compare(
     """Runs every variant with `nproc` ranks on this machine in the directory that `run` names, then writes the report,
     which holds the variants against `beside` (empty: the first that finished).
 
-    Returns DONE, FAILED where a variant failed, or PREEMPTED where it was stopped: the same command then
-    continues, and runs no finished variant again. Raises RecipeError.
+    Returns DONE, FAILED where a variant failed, WRONG where each was refused, or PREEMPTED where it was stopped: the
+    same command then continues, and runs no finished variant again. Raises RecipeError.
     """
     variants = read_variants(stages, recipe_path, overrides, nproc)
     _check_named(beside, [variant.name for variant in variants])
@@ -113,22 +112,22 @@ def compare(
     print(f"compare  {folder}: {len(variants)} variants of {recipe_path.stem}, {nproc} ranks each")
     listed = {variant.folder: variant.name for variant in variants}
     (folder / LISTED).write_text(json.dumps(listed, indent=1) + "\n")
-    codes = {}
-    asked: list[int] = []
-    for number, variant in enumerate(variants, 1):
-        title = f"[{number}/{len(variants)}] {variant.name}"
-        print(f"{title}: {' '.join(variant.words)}", flush=True)
-        placed = (f"run.dir={folder}", f"run.name={variant.folder}", f"run.group={name}")
-        command = [*("train", str(recipe_path)), *overrides, *variant.words, *placed, "--nproc", str(nproc)]
-        codes[variant] = run_variant(command, folder / f"{variant.folder}.log", title, asked)
-        if codes[variant] == PREEMPTED or asked:
-            print(f"stopped  in {variant.name}; continue with run.name={name}")
-            return PREEMPTED
-        if codes[variant] != DONE:
-            print(f"{title}: failed, exit code {codes[variant]}; its output is in {folder / variant.folder}.log")
+    codes, processes = {}, list[subprocess.Popen[Any]]()
+    with passing_signals(processes) as asked:
+        for number, variant in enumerate(variants, 1):
+            title = f"[{number}/{len(variants)}] {variant.name}"
+            print(f"{title}: {' '.join(variant.words)}", flush=True)
+            placed = (f"run.dir={folder}", f"run.name={variant.folder}", f"run.group={name}")
+            command = [*("train", str(recipe_path)), *overrides, *variant.words, *placed, "--nproc", str(nproc)]
+            codes[variant] = run_variant(command, folder / f"{variant.folder}.log", title, processes, asked)
+            if codes[variant] == PREEMPTED or asked:
+                print(f"stopped  in {variant.name}; continue with run.name={name}")
+                return PREEMPTED
+            if codes[variant] != DONE:
+                print(f"{title}: failed, exit code {codes[variant]}; its output is in {folder / variant.folder}.log")
     if DONE not in codes.values():
         print(f"shardbook: none of {len(variants)} variants finished", file=sys.stderr)
-        return FAILED
+        return WRONG if {*codes.values()} == {WRONG} else FAILED
     report(folder, beside, publishes)
     return FAILED if any(codes.values()) else DONE
 
@@ -153,38 +152,29 @@ def _check_same(run: Path, recipe: Recipe, nproc: int) -> None:
         raise RecipeError(f"{run} was run with other settings: {said}; choose another run.name")
 
 
-def run_variant(words: list[str], log: Path, title: str, asked: list[int]) -> int:
-    """Runs `shardbook` with `words`, keeps its output in `log` and prints its steps; passes on signals that arrive
-    meanwhile, and adds them to `asked`. Returns the exit code."""
-    process: subprocess.Popen[str] | None = None
-
-    def pass_on(signum: int, frame: FrameType | None) -> None:
-        asked.append(signum)
-        if process:
-            process.send_signal(signum)
-
-    before = {signum: signal.signal(signum, pass_on) for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
-    try:
-        with log.open("a") as file:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "shardbook.cli", *words],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,  # else a Ctrl-C reaches it twice, from the terminal and from us
-                env=os.environ | {LAUNCHER: str(os.getpid())},  # it ends when this process is gone
-            )
-            if asked:  # a signal came while it was being started
-                process.send_signal(asked[-1])
-            for line in process.stdout or ():
-                file.write(line)
-                file.flush()
-                if line.startswith(("step ", "shardbook: ", "done ", "traffic ")):
-                    print(f"{title}  {line.rstrip()}", flush=True)
-        return process.wait()
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
+def run_variant(
+    words: list[str], log: Path, title: str, processes: list[subprocess.Popen[Any]], asked: list[int]
+) -> int:
+    """Runs `shardbook` with `words` as the one of `processes`, to which signals are passed on, those `asked` before
+    too; keeps its output in `log` and prints its steps. Returns the exit code."""
+    with log.open("a") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "shardbook.cli", *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,  # else a Ctrl-C reaches it twice, from the terminal and from us
+            env=os.environ | {LAUNCHER: str(os.getpid())},  # it ends when this process is gone
+        )
+        processes[:] = [process]
+        if asked:  # a signal came while it was being started
+            process.send_signal(asked[-1])
+        for line in process.stdout or ():
+            file.write(line)
+            file.flush()
+            if line.startswith(("step ", "shardbook: ", "done ", "traffic ")):
+                print(f"{title}  {line.rstrip()}", flush=True)
+    return process.wait()
 
 
 def report(folder: Path, beside: str = "", publishes: bool = False) -> None:

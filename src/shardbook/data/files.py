@@ -1,6 +1,6 @@
-"""The files of a source: found by its name in the recipe, their first row read without `datasets` and without torch.
+"""The files of a source: found by its name in the recipe, and opened. Imports no `datasets` and no torch.
 
-Invariant: a launcher refuses a wrong path, a kind of file or a broken first row with the words that a rank would use.
+Invariant: a wrong path, a kind of file and a file that cannot be opened are refused before a row is read.
 """
 
 import csv
@@ -8,24 +8,16 @@ import functools
 import gzip
 import importlib.util
 import io
-import itertools
-import json
 import os
-import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
 from typing import IO, Any
 
 from shardbook.data.chitchat import DATASETS, chitchat_file
-from shardbook.data.fields import read_fields
-from shardbook.data.formats import RawRow, read_row, without_none
-from shardbook.data.json_rows import read_json_rows
-from shardbook.data.pairs import split_pair
 from shardbook.data.slices import split_slice
 from shardbook.paths import is_hub_id
-from shardbook.recipe import Data, RecipeError, first_line, nearest
+from shardbook.recipe import RecipeError, first_line, nearest
 
 JSON = "json"  # read by json_rows.py, not by `datasets`
 READERS = {".jsonl": JSON, ".json": JSON, ".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}
@@ -33,8 +25,6 @@ PACKED = (".gz", ".zst")  # may stand behind each of them
 SAVED, HUB = "saved", "hub"  # a directory that `datasets` saved, and a hub id
 MARKS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}  # the first two bytes of a file
 PACKED_BYTES = 2**16  # of a .zst file that are unpacked at once
-LONGEST = 2**31 - 1  # characters of a field of a .csv file: any, where Python's own reader takes 131,072
-BEGINNING = 2**20  # bytes of a .json file that are looked at
 
 
 @dataclass(frozen=True)
@@ -66,6 +56,11 @@ def source_keys(spec: str | list[str], what: str) -> list[tuple[str, str]]:
     """Returns each source's name, and what an error about its rows begins with: the key, and the name if several."""
     names = source_names(spec)
     return [(name, f"{what}, {name}" if len(names) > 1 else what) for name in names]
+
+
+def find_sources(spec: str | list[str], what: str) -> list[Files]:
+    """Returns the files of each source, as `find_files` does. Raises RecipeError."""
+    return [find_files(name, what) for name in source_names(spec)]
 
 
 def find_files(name: str, what: str) -> Files:
@@ -125,6 +120,8 @@ def _readable(files: Files, name: str, what: str) -> Files:
         try:
             with open_file(path) as file:
                 beginning = file.read(4)
+                if path.suffix == ".parquet" and beginning and not _ends_whole(file):
+                    raise EOFError("truncated, or not parquet: it does not end with PAR1")
         except (OSError, EOFError) as error:
             why = (isinstance(error, OSError) and error.strerror) or first_line(error)
             raise RecipeError(f"{said}: {path.name} cannot be read ({why})") from None
@@ -135,6 +132,12 @@ def _readable(files: Files, name: str, what: str) -> Files:
     if empty:
         raise RecipeError(f"{said}: holds no rows")
     return files
+
+
+def _ends_whole(file: IO[bytes]) -> bool:
+    """Returns whether an open .parquet file ends as each does, which its reader says without the name of the file."""
+    file.seek(-4, os.SEEK_END)
+    return file.read() == b"PAR1"
 
 
 def open_file(path: Path) -> IO[bytes]:
@@ -183,23 +186,22 @@ class _Zst(io.RawIOBase):
 
 def csv_columns(files: Files) -> list[str]:
     """Returns the names in the first line of .csv or .tsv files: their columns are all read as text. Raises
-    ValueError where a file has one twice."""
+    ValueError where a file has one twice, of which only one would be read, or separates them by ';'."""
     every = []
     for path in files.paths:
-        with _text(path) as text:
-            every.append(next(csv.reader(text, delimiter=files.separator), []))
-        _check_once(every[-1], path)
+        with io.TextIOWrapper(open_file(path), encoding="utf-8-sig", newline="") as text:
+            try:
+                columns = next(csv.reader(text, delimiter=files.separator), [])
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path.name}: not UTF-8: {error}") from None
+        if len(columns) == 1 and ";" in columns[0]:
+            separated = f"is separated by ';'; only {files.separator!r} separates columns"
+            raise ValueError(f"{path.name}: its first line, {columns[0]}, {separated}")
+        if twice := [name for name in dict.fromkeys(columns) if columns.count(name) > 1]:
+            column = f"its first line has the column {twice[0]!r} twice; rename one, or leave it out"
+            raise ValueError(f"{path.name}: {column}")
+        every.append(columns)
     return every[0]
-
-
-def _check_once(columns: Sequence[str], path: Path) -> None:
-    """Raises ValueError for a column that is there twice: only one of the two would be read."""
-    if twice := [name for name in dict.fromkeys(columns) if columns.count(name) > 1]:
-        raise ValueError(f"{path.name}: its first line has the column {twice[0]!r} twice; rename one, or leave it out")
-
-
-def _text(path: Path) -> io.TextIOWrapper:
-    return io.TextIOWrapper(open_file(path), encoding="utf-8-sig", newline="")
 
 
 def read_template(file: str) -> str:
@@ -210,25 +212,6 @@ def read_template(file: str) -> str:
         is_text = "{" in file
         why = "is a template, not a file: write it to one" if is_text else f"cannot be read ({first_line(error)})"
         raise RecipeError(f"data.chat_template = {file[:60]!r}: {why}") from None
-
-
-def check_first_rows(data: Data, spec: str | list[str], what: str, sequences: int) -> None:
-    """Raises RecipeError where a source of `spec` cannot be found or opened, or its first row cannot be trained."""
-    for name, at in source_keys(spec, what):
-        files = find_files(name, what)
-        row, place = _first_row(files, name, what)
-        if row is None or (files.reader == JSON and not row.keys() >= {*data.columns.values()}):
-            continue  # another row of JSON may have the column
-        taken = taken_columns(data.columns, list(row), source_names(spec), what, name)
-        row = row if files.reader == JSON else without_none(row)
-        row, at = {taken.get(key, key): value for key, value in row.items()}, f"{at}: row 0"
-        try:
-            row, _ = read_fields(row, at, sequences == 2, data.columns)
-            both = zip(split_pair(row, at), (", chosen", ", rejected"), strict=True) if sequences == 2 else [(row, "")]
-            for side, more in both:
-                read_row(side, at + more, data.system, data.train_on)
-        except RecipeError as error:
-            raise RecipeError(f"{error}{place}") from None
 
 
 def taken_columns(columns: dict[str, str], there: list[str], names: list[str], what: str, name: str) -> dict[str, str]:
@@ -245,62 +228,3 @@ def taken_columns(columns: dict[str, str], there: list[str], names: list[str], w
             lacks = f"{what} = {name!r} has no column {column}; it has {', '.join(there)}"
             raise RecipeError(f"data.columns = {columns}: {lacks}{nearest(column, there)}")
     return taken
-
-
-def _first_row(files: Files, name: str, what: str) -> tuple[RawRow | None, str]:
-    """Returns the first row of `files`, None where only `datasets` can read it, and its place as an error ends with it.
-    Raises RecipeError where it is broken or there is none."""
-    if files.reader in (SAVED, HUB):
-        return None, ""
-    said = f"{what} = {name!r}"
-    for path in files.paths:
-        try:
-            if files.reader == "parquet":
-                import pyarrow.parquet as parquet
-
-                first: Any = next(parquet.ParquetFile(path).iter_batches(batch_size=1), None)
-                rows = [(row, "") for row in first.to_pylist()] if first is not None else []
-            elif files.reader == "csv":
-                with _text(path) as text:
-                    rows = [(row, "") for row in _first_of_table(text, path, files.separator)]
-            else:
-                rows = _first_of_json(path, files)
-        except UnicodeDecodeError as error:
-            raise RecipeError(f"{said}: cannot be read as {files.reader} (not UTF-8: {first_line(error)})") from None
-        except (OSError, EOFError, zlib.error, ValueError, csv.Error) as error:  # of pyarrow: ValueErrors or OSErrors
-            why = first_line(error)
-            why = why if path.name in why else f"{path.name}: {why}"
-            raise RecipeError(f"{said}: cannot be read as {files.reader} ({why})") from None
-        if rows:
-            return rows[0]
-    raise RecipeError(f"{said}: holds no rows")
-
-
-def _first_of_table(text: io.TextIOWrapper, path: Path, separator: str) -> list[RawRow]:
-    """Returns the first row of a .csv or .tsv file, in a list that is empty where there is none. Raises ValueError
-    where the names of columns are broken."""
-    csv.field_size_limit(LONGEST)
-    rows = csv.DictReader(text, delimiter=separator)
-    if len(names := list(rows.fieldnames or ())) == 1 and ";" in names[0]:
-        raise ValueError(f"{path.name}: its first line, {names[0]}, is separated by ';'; only ',' separates columns")
-    _check_once(names, path)
-    return list(itertools.islice(rows, 1))
-
-
-def _first_of_json(path: Path, files: Files) -> list[tuple[RawRow | None, str]]:
-    """Returns the first row and its place, in a list that is empty where there is none; None as the row where a long
-    file begins with one that is longer than its BEGINNING, or broken. Raises ValueError where a row is broken."""
-    name, more = files.label(path), b""
-    with open_file(path) as file:
-        if files.suffix != ".jsonl":
-            beginning, more = file.read(BEGINNING), file.read(1)
-            # the row that is cut is left out
-            file = io.BytesIO(beginning[: beginning.rfind(b"}") + 1] if more else beginning)
-        try:
-            rows = itertools.islice(read_json_rows(file, name, files.suffix), 1)
-            first: list[tuple[RawRow | None, str]] = [(json.loads(row.text), f" ({row.place})") for row in rows]
-        except ValueError:
-            if not more:
-                raise
-            first = []
-    return first or [(None, "")] * bool(more)

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from shardbook.comm.torch_private import backends_of
 from shardbook.ranks.exits import RunFailed, watch_launcher
 from shardbook.ranks.heartbeat import Heartbeat
-from shardbook.ranks.join import INTERFACE, Rendezvous, Store, join_ranks, read_member, read_rendezvous
+from shardbook.ranks.join import INTERFACE, Store, join_ranks, read_member
+from shardbook.ranks.launchers import Rendezvous, read_rendezvous
 from shardbook.ranks.lost import is_out_of_reach
 from shardbook.ranks.progress import PROGRESS
 from shardbook.ranks.settings import (
@@ -221,12 +222,16 @@ def agree(make: Callable[[], T]) -> T:
     """Returns this rank's result of `make`; where it raised RecipeError, RunFailed or OSError on any rank, every rank
     raises its own, or the first: else the others would wait for a rank that has left. Collective."""
     result = _result_or_error(make)
-    error = result if isinstance(result, SHARED_ERRORS) else None
+    _share_error(result if isinstance(result, SHARED_ERRORS) else None)
+    return cast(T, result)
+
+
+def _share_error(error: Exception | None) -> None:
+    """Raises this rank's `error`, or the first that another rank has; nothing where none has one. Collective."""
     everyone: list[Exception | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, _to_send(error))
     if first := next(filter(None, everyone), None):
         raise error or first  # its own where it arose, with its traceback
-    return cast(T, result)
 
 
 def _result_or_error(make: Callable[[], T]) -> T | Exception:
@@ -259,11 +264,16 @@ def check_same_on_all_ranks(facts: dict[str, Any], what: str = "is not started l
 
 @contextlib.contextmanager
 def local_main_process_first(ranks: Ranks) -> Iterator[None]:
-    """Runs the body on the node's first rank, then on its others: for work that fills a cache on disk. All ranks leave
-    together, so that all refuse the next thing at once: a late rank would lose the store of rank 0. Collective."""
+    """Runs the body on the node's first rank, then on its others: for work that fills a cache on disk. A RecipeError,
+    RunFailed or OSError of one rank is raised on all, and all leave together: else a rank would wait for one that has
+    left, or a late one lose the store of rank 0. Collective."""
+    error: Exception | None = None
     if ranks.local_rank != 0:
-        dist.barrier()
-    yield
+        _share_error(None)  # of the nodes' first ranks
+    try:
+        yield
+    except SHARED_ERRORS as raised:
+        error = raised
     if ranks.local_rank == 0:
-        dist.barrier()
-    dist.barrier()
+        _share_error(error)
+    _share_error(error)

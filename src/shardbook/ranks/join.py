@@ -1,7 +1,8 @@
-"""Joining: this process's rank, by its launcher's variables, and the store where all ranks of a run meet.
+"""Joining: the store where all ranks of a run meet, and what each wrote of itself there.
 
-Invariant: either every rank of the run gets the store, or every rank that joined ends with one line that names the
-absent ranks and the address. Knows nothing of process groups and devices.
+Invariant: every rank of the run gets the store, or every rank that joined says in one line what was wrong. Each finds
+that out by itself from what the ranks wrote, so no rank has to tell the others. Knows nothing of process groups and
+devices.
 """
 
 import contextlib
@@ -10,8 +11,6 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -22,72 +21,19 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.distributed import Store as Store  # type: ignore[attr-defined]
 
 from shardbook.ranks.exits import RERUN_HINT, RunFailed
-from shardbook.ranks.launchers import JOB, SEVERAL, find_several
+from shardbook.ranks.launchers import Rendezvous
 from shardbook.recipe import RecipeError
 
 SILENT_SECONDS = 15  # for a head that does not answer at all, or a name that is not known (yet)
 JOIN_SECONDS = 300  # for ranks that do not join
 TELL_SECONDS, TELL_AGAIN_SECONDS = 10, 30
-MEET_SECONDS, READ_SECONDS = 1, 10  # for which a rank that refuses stays: for ranks that just come, to read why
+LOOK_SECONDS = 0.1  # between two looks at who has come
 STORE_TIMEOUT = timedelta(seconds=60)  # of one call; a call is made only once its answer is there
-START = "start with shardbook train, torchrun, accelerate launch, or srun through launch/slurm.sbatch"
-ALL_CAME = "all came"
+CLOSED = "closed"  # the key that a rank sets that has waited for JOIN_SECONDS
 INTERFACE = (
     "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, on each machine, to its interface (as in `ip addr`) to the others"
 )
-
-
-@dataclass(frozen=True)
-class Rendezvous:
-    """This rank among all, and the store's address. `hosted`: the launcher's agent hosts the store, not rank 0."""
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    ranks_per_node: int = 1
-    host: str = "127.0.0.1"
-    port: int = 0
-    hosted: bool = False
-    attempt: int = 0  # torchrun starts its ranks again on the same store
-
-    @property
-    def address(self) -> str:
-        return f"{self.host}:{self.port}"
-
-
-def read_rendezvous(variables: Mapping[str, str]) -> Rendezvous:
-    """Returns the rendezvous of a launcher's `variables`, a world of one without a launcher. Raises RecipeError."""
-    if "RANK" not in variables:
-        if several := find_several(variables, (JOB, *SEVERAL)):
-            name, _, program = several[0]
-            alone = f"{program} alone makes no run of its processes"
-            raise RecipeError(f"{name} = {variables[name]} and no RANK: {alone}; {START}")
-        return Rendezvous()
-    absent = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not variables.get(name)]
-    if absent:
-        raise RecipeError(f"the launcher set RANK but not {', '.join(absent)}; {START}")
-
-    def number(name: str, default: str = "") -> int:
-        text = variables.get(name) or default
-        if not (text.isascii() and text.isdigit()):
-            raise RecipeError(f"{name} = {text!r}: must be a whole number; {START}")
-        return int(text)
-
-    rank, world = number("RANK"), number("WORLD_SIZE")
-    local_rank, ranks_per_node = number("LOCAL_RANK", "0"), number("LOCAL_WORLD_SIZE", str(world))
-    port, wanted = number("MASTER_PORT"), "the same number of ranks a node"
-    uneven = ranks_per_node < 1 or world % ranks_per_node
-    for wrong, said in (
-        (rank >= world, f"RANK = {rank}: must be below WORLD_SIZE = {world}"),
-        (uneven, f"LOCAL_WORLD_SIZE = {ranks_per_node}: must divide WORLD_SIZE = {world}: {wanted}"),
-        (local_rank >= ranks_per_node, f"LOCAL_RANK = {local_rank}: must be below LOCAL_WORLD_SIZE = {ranks_per_node}"),
-        (not 0 < port < 2**16, f"MASTER_PORT = {port}: must be from 1 to 65535"),
-    ):
-        if wrong:
-            raise RecipeError(f"{said}; {START}")
-    hosted = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    attempt = number("TORCHELASTIC_RESTART_COUNT", "0")
-    return Rendezvous(rank, world, local_rank, ranks_per_node, variables["MASTER_ADDR"], port, hosted, attempt)
+Member = dict[str, Any]  # what a rank writes of itself
 
 
 def join_ranks(place: Rendezvous) -> Store:
@@ -100,25 +46,17 @@ def join_ranks(place: Rendezvous) -> Store:
     if not is_host:
         _await_head(place)
     store = open_store(place, is_host)
-    host = socket.gethostname()
-    member = {"host": host, "pid": os.getpid(), "cores": sorted(os.sched_getaffinity(0)), "address": _own_address(host)}
-    size = f"{place.world_size} on rank {place.rank} ({host})"
+    member = _describe(place)
     try:
-        store.add("came", 1)
-        if not (first := store.compare_set("size", "", size).decode()).startswith(f"{place.world_size} "):
-            raise RecipeError(_refuse(store, f"WORLD_SIZE is {first} and {size}; start every node alike"))
-        if store.add(f"claims/{place.rank}", 1) > 1:
-            other = read_member(store, place.rank)
-            said = f"RANK = {place.rank} is claimed by two processes: {other['pid']} on {other['host']}, "
-            raise RecipeError(_refuse(store, f"{said}{os.getpid()} on {host}; each rank must be started once"))
+        number = store.add("joined", 1)
+        store.set(f"joined/{number}", json.dumps(member))
+        # beyond the run's size it is no member of the run, but finds out why
+        _await_members(store, place, [member] if number > place.world_size else [], is_host)
         store.set(f"beat/{place.rank}", "0")
         store.set(f"member/{place.rank}", json.dumps(member))
-        verdict = _await_ranks(store, place) if place.rank == 0 else _await_verdict(store, place)
-    except dist.DistNetworkError:  # no refusal, which it would have written: ranks may be started again
-        said = f"rank 0 at {place.address} ended before all ranks had come, and said why where it ran"
-        raise RunFailed(f"{said}; {RERUN_HINT}") from None
-    if verdict != ALL_CAME:
-        raise RecipeError(verdict)
+    except dist.DistNetworkError:  # no refusal, for which rank 0 would have stayed: ranks may be started again
+        ended = f"rank 0 at {place.address} ended before all ranks had come, and said why where it ran"
+        raise RunFailed(f"{ended}; {RERUN_HINT}") from None
     return store
 
 
@@ -148,14 +86,69 @@ def open_store(place: Rendezvous, is_host: bool = False) -> Store:
     raise RecipeError(f"{place.address}: rank {place.rank} finds no run there ({reason})")
 
 
-def read_member(store: Store, rank: int) -> dict[str, Any]:
-    """Returns `host`, `pid`, `cores` (that it may use) and `address` (of its host name) of a rank that has joined."""
+def read_member(store: Store, rank: int) -> Member:
+    """Returns what a rank that has joined wrote of itself: `host`, `pid`, `cores` (that it may use) and `address` (of
+    its host name)."""
     return json.loads(store.get(f"member/{rank}"))
 
 
 def name_ranks(ranks: list[int]) -> str:
     shown = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
     return f"rank{'s' * (len(ranks) > 1)} {shown}"
+
+
+def find_refusal(members: list[Member], world_size: int) -> str:
+    """Returns why `members`, in the order in which they came, make no run; empty where nothing is wrong so far. Every
+    rank that has read the same beginning of them says the same."""
+    first, claims = members[0], dict[int, Member]()
+    for member in members:
+        if member["world_size"] != first["world_size"]:
+            sizes = (f"{each['world_size']} on rank {each['rank']} ({each['host']})" for each in (first, member))
+            return f"WORLD_SIZE is {' and '.join(sizes)}; start every node alike"
+        if other := claims.get(member["rank"]):
+            both = ", ".join(f"{each['pid']} on {each['host']}" for each in (other, member))
+            return f"RANK = {member['rank']} is claimed by two processes: {both}; each rank must be started once"
+        claims[member["rank"]] = member
+    is_alone = [member["address"].startswith(("127.", "::1")) for member in members]
+    if len(members) < world_size or not any(is_alone) or len({member["host"] for member in members}) == 1:
+        return ""
+    ranks = sorted(member["rank"] for member, alone in zip(members, is_alone, strict=True) if alone)
+    lowest = claims[ranks[0]]
+    listens = f"{name_ranks(ranks)} would listen at {lowest['address']}, which is what {lowest['host']} means there"
+    return f"{listens}, and no other machine reaches that; {INTERFACE}"  # gloo would try for hours
+
+
+def _describe(place: Rendezvous) -> Member:
+    host, cores = socket.gethostname(), sorted(os.sched_getaffinity(0))
+    facts = {"host": host, "pid": os.getpid(), "cores": cores, "address": _listening_address(host)}
+    return {"rank": place.rank, "world_size": place.world_size, **facts}
+
+
+def _await_members(store: Store, place: Rendezvous, beyond: list[Member], is_host: bool) -> None:
+    """Waits until all have joined; rank 0 prints now and then who has not. `beyond`: this rank, where it came after as
+    many as the run has. Raises RecipeError."""
+    members, began, tell_at = list[Member](), time.monotonic(), TELL_SECONDS
+    while True:
+        is_closed, came = store.check([CLOSED]), min(store.add("joined", 0), place.world_size)
+        newer = [f"joined/{number}" for number in range(len(members) + 1, came + 1)]
+        members += map(json.loads, store.multi_get(newer))
+        refusal, waited = find_refusal([*members, *beyond], place.world_size), time.monotonic() - began
+        absent = sorted({*range(place.world_size)} - {member["rank"] for member in members})
+        if not (refusal or absent):
+            return
+        missing = f"{name_ranks(absent)} of {place.world_size}"
+        if not refusal and (is_closed or waited > JOIN_SECONDS):
+            # a rank that came later would wait for longer, and lose the store of rank 0 meanwhile
+            store.set(CLOSED, "")
+            refusal = f"{missing} did not come to {place.address} in {waited:.0f} s"
+            refusal += "; start the run on every node, with this address"
+        if refusal:
+            time.sleep(10 * LOOK_SECONDS * is_host)  # until the others have looked: the store ends with this process
+            raise RecipeError(refusal)
+        if place.rank == 0 and waited > tell_at:
+            print(f"waiting for {missing} at {place.address}", flush=True)
+            tell_at += TELL_AGAIN_SECONDS
+        time.sleep(LOOK_SECONDS)  # not a wait for a key: where its time is over, torch prints two warnings
 
 
 def _await_head(place: Rendezvous) -> None:
@@ -176,29 +169,7 @@ def _await_head(place: Rendezvous) -> None:
         time.sleep(0.2)
 
 
-def _await_ranks(store: Store, place: Rendezvous) -> str:
-    """Waits, on rank 0, until all have joined, printing now and then who has not. Returns the verdict for all ranks."""
-    keys = [f"member/{rank}" for rank in range(place.world_size)]
-    began, tell_at = time.monotonic(), TELL_SECONDS
-    while not store.check(keys):
-        if store.check(["verdict"]):
-            return _refuse(store, store.get("verdict").decode())
-        waited = time.monotonic() - began
-        if waited > min(tell_at, JOIN_SECONDS):
-            missing = name_ranks([rank for rank, key in enumerate(keys) if not store.check([key])])
-            if waited > JOIN_SECONDS:
-                said = f"{missing} of {place.world_size} did not come to {place.address} in {waited:.0f} s"
-                return _refuse(store, f"{said}; start the run on every node, with this address")
-            print(f"waiting for {missing} of {place.world_size} at {place.address}", flush=True)
-            tell_at += TELL_AGAIN_SECONDS
-        time.sleep(0.05)
-    if said := _find_loopback([json.loads(member) for member in store.multi_get(keys)]):
-        return _refuse(store, said)
-    store.set("verdict", ALL_CAME)
-    return ALL_CAME
-
-
-def _own_address(host: str) -> str:
+def _listening_address(host: str) -> str:
     """Returns the address at which gloo would listen: the host name's first that belongs to this machine, else
     127.0.0.1. Empty where GLOO_SOCKET_IFNAME sets it."""
     if os.environ.get("GLOO_SOCKET_IFNAME"):
@@ -209,41 +180,3 @@ def _own_address(host: str) -> str:
                 probe.bind(address)
                 return str(address[0])
     return "127.0.0.1"
-
-
-def _find_loopback(members: list[dict[str, Any]]) -> str:
-    """Returns a refusal of loopback addresses among several machines: gloo would try for hours. Empty where none is."""
-    alone = [rank for rank, member in enumerate(members) if member["address"].startswith(("127.", "::1"))]
-    hosts = dict.fromkeys(member["host"] for member in members)
-    if not alone or len(hosts) == 1:
-        return ""
-    first = members[alone[0]]
-    said = f"{name_ranks(alone)} would listen at {first['address']}, which is what {first['host']} means there"
-    return f"{said}, and no other machine reaches that; {INTERFACE}"
-
-
-def _refuse(store: Store, verdict: str) -> str:
-    """Writes the verdict, and waits until all that came have read it: the store may end with this process."""
-    store.set("verdict", verdict)
-    _note_read(store)
-    time.sleep(MEET_SECONDS)
-    until = time.monotonic() + READ_SECONDS
-    with contextlib.suppress(dist.DistError):  # rank 0 has ended
-        while store.add("read", 0) < store.add("came", 0) and time.monotonic() < until:
-            time.sleep(0.05)
-    return verdict
-
-
-def _note_read(store: Store) -> None:
-    with contextlib.suppress(dist.DistError):  # the verdict is known, whether rank 0 is still there or not
-        store.add("read", 1)
-
-
-def _await_verdict(store: Store, place: Rendezvous) -> str:
-    try:
-        store.wait(["verdict"], timedelta(seconds=JOIN_SECONDS + 60))
-        verdict = store.get("verdict").decode()
-    except dist.DistStoreError:
-        return f"rank 0 of {place.world_size} did not come to {place.address} in {JOIN_SECONDS + 60} s"
-    _note_read(store)
-    return verdict

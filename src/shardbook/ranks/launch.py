@@ -14,15 +14,17 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from random import SystemRandom
 from types import FrameType
+from typing import Any
 
 from shardbook.ranks.exits import DONE, FAILED, LAUNCHER, PREEMPTED, WRONG, watch_launcher
-from shardbook.ranks.launchers import check_alone
+from shardbook.ranks.launchers import Rendezvous, check_alone
 from shardbook.ranks.machine import has_driver
 from shardbook.ranks.settings import allocator_default, malloc_defaults
+from shardbook.ranks.signals import STOPS
 from shardbook.recipe import RecipeError
 
 POLL_SECONDS = 0.1
@@ -97,29 +99,47 @@ def launch_ranks(
     if nodes.count == 1:
         check_alone(os.environ, module)
     watch_launcher()  # ends this process where its comparison is killed
-    processes: list[subprocess.Popen[bytes]] = []
+    processes: list[subprocess.Popen[Any]] = []
+    with passing_signals(processes, _for_ranks) as asked:
+        while True:
+            processes.clear()
+            code = _run_ranks(nproc, [module, *words], nodes, processes, asked)
+            if code in (DONE, WRONG, PREEMPTED) or asked or not (restarts and restarts.again()):
+                return code
+
+
+@contextlib.contextmanager
+def passing_signals(
+    processes: list[subprocess.Popen[Any]], choose: Callable[[list[int]], int] = lambda asked: asked[-1]
+) -> Iterator[list[int]]:
+    """Passes requests to stop that come inside on to the running `processes`, as the signal that `choose` returns of
+    all that came. Yields the list of these: a process that is started after one did not get it."""
     asked: list[int] = []
 
     def pass_on(signum: int, frame: FrameType | None) -> None:
         asked.append(signum)
-        insists = asked.count(signal.SIGINT) > 1  # a second Ctrl-C: at once, without saving
-        # never SIGINT, which goes to ranks that are alone; a second SIGTERM ends a rank at once
-        passed = signal.SIGKILL if insists else signal.SIGUSR1 if signum == signal.SIGINT else signum
         for process in processes:
             if process.poll() is None:
-                process.send_signal(passed)
+                process.send_signal(choose(asked))
 
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(signum, pass_on)
-    while True:
-        processes.clear()
-        code = _run_ranks(nproc, [module, *words], nodes, processes, asked)
-        if code in (DONE, WRONG, PREEMPTED) or asked or not (restarts and restarts.again()):
-            return code
+    before = {signum: signal.signal(signum, pass_on) for signum in STOPS}
+    try:
+        yield asked
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def _for_ranks(asked: list[int]) -> int:
+    """Returns the signal for ranks: never SIGINT, which goes to ranks that are alone. A second Ctrl-C ends them at
+    once, without saving, and so does a second SIGTERM, which a rank counts itself."""
+    if asked.count(signal.SIGINT) > 1:
+        return signal.SIGKILL
+    return signal.SIGUSR1 if asked[-1] == signal.SIGINT else asked[-1]
 
 
 def _run_ranks(
-    nproc: int, words: list[str], nodes: Nodes, processes: list[subprocess.Popen[bytes]], asked: list[int]
+    nproc: int, words: list[str], nodes: Nodes, processes: list[subprocess.Popen[Any]], asked: list[int]
 ) -> int:
     """Starts ranks, of the module that `words` begins with, as `processes`, and waits until they have ended. Returns
     the exit code."""
@@ -149,11 +169,10 @@ def _run_ranks(
             if code not in (None, DONE, PREEMPTED):  # preempted ranks all save and leave by themselves
                 failed = nodes.rank * nproc + rank
                 if code < 0 and failed and nodes.count > 1:  # a rank's own failure it prints; rank 0 has the store
-                    said = f"rank {failed} (host {socket.gethostname()}) was ended by {_name_signal(code)}"
-                    from shardbook.ranks.heartbeat import tell_run  # they import torch
-                    from shardbook.ranks.join import Rendezvous
+                    from shardbook.ranks.heartbeat import tell_run  # it imports torch
 
-                    tell_run(Rendezvous(failed, nodes.count * nproc, host=host, port=port), said, nodes.rank == 0)
+                    reason = f"rank {failed} (host {socket.gethostname()}) was ended by {_name_signal(code)}"
+                    tell_run(Rendezvous(failed, nodes.count * nproc, host=host, port=port), reason, nodes.rank == 0)
                 for process in processes:
                     process.kill()
                     process.wait()

@@ -1,10 +1,12 @@
-"""Other launchers: what their variables say of how many processes they started. Imports no torch.
+"""Launchers: what the variables of each say of this process's rank, and of how many processes it started.
 
 Invariant: one command that a cluster starts several times joins its runs or is refused; never does each train alone.
+Imports no torch.
 """
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardbook.recipe import RecipeError
@@ -18,6 +20,7 @@ class Launcher(NamedTuple):
     program: str
 
 
+START = "start with shardbook train, torchrun, accelerate launch, or srun through launch/slurm.sbatch"
 MACHINES = "PET_NNODES"
 TRAIN = "shardbook.train"
 # In the order in which they are asked: WORLD_SIZE may count ranks, where PET_NNODES counts machines.
@@ -48,6 +51,59 @@ def find_several(variables: Mapping[str, str], launchers: Iterable[Launcher] = S
         if numbers and launcher.size == MACHINES:
             return None
     return None
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """This rank among all, and the store's address. `hosted`: the launcher's agent hosts the store, not rank 0."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    ranks_per_node: int = 1
+    host: str = "127.0.0.1"
+    port: int = 0
+    hosted: bool = False
+    attempt: int = 0  # torchrun starts its ranks again on the same store
+
+    @property
+    def address(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+def read_rendezvous(variables: Mapping[str, str]) -> Rendezvous:
+    """Returns the rendezvous of a launcher's `variables`, a world of one without a launcher. Raises RecipeError."""
+    if "RANK" not in variables:
+        if several := find_several(variables, (JOB, *SEVERAL)):
+            name, _, program = several[0]
+            alone = f"{program} alone makes no run of its processes"
+            raise RecipeError(f"{name} = {variables[name]} and no RANK: {alone}; {START}")
+        return Rendezvous()
+    absent = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not variables.get(name)]
+    if absent:
+        raise RecipeError(f"the launcher set RANK but not {', '.join(absent)}; {START}")
+
+    def number(name: str, default: str = "") -> int:
+        text = variables.get(name) or default
+        if not (text.isascii() and text.isdigit()):
+            raise RecipeError(f"{name} = {text!r}: must be a whole number; {START}")
+        return int(text)
+
+    rank, world = number("RANK"), number("WORLD_SIZE")
+    local_rank, ranks_per_node = number("LOCAL_RANK", "0"), number("LOCAL_WORLD_SIZE", str(world))
+    port, wanted = number("MASTER_PORT"), "the same number of ranks a node"
+    uneven = ranks_per_node < 1 or world % ranks_per_node
+    for wrong, said in (
+        (rank >= world, f"RANK = {rank}: must be below WORLD_SIZE = {world}"),
+        (uneven, f"LOCAL_WORLD_SIZE = {ranks_per_node}: must divide WORLD_SIZE = {world}: {wanted}"),
+        (local_rank >= ranks_per_node, f"LOCAL_RANK = {local_rank}: must be below LOCAL_WORLD_SIZE = {ranks_per_node}"),
+        (not 0 < port < 2**16, f"MASTER_PORT = {port}: must be from 1 to 65535"),
+    ):
+        if wrong:
+            raise RecipeError(f"{said}; {START}")
+    hosted = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    attempt = number("TORCHELASTIC_RESTART_COUNT", "0")
+    return Rendezvous(rank, world, local_rank, ranks_per_node, variables["MASTER_ADDR"], port, hosted, attempt)
 
 
 def check_alone(variables: Mapping[str, str], module: str) -> None:

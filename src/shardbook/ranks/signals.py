@@ -1,7 +1,7 @@
-"""Signals: a request to stop a rank, which counts from its process's first moment on, before torch is imported.
+"""Signals: a request to stop a rank, which counts from its program's first line on, before torch is imported.
 
-Invariant: imports no torch but in a rank that listens already. A first signal only asks; the files that a second one
-leaves are whole, since nothing that is published is ever open.
+Invariant: nothing is listened to before a rank's program asks for it. A first signal only asks; the files that a second
+one leaves are whole, since nothing that is published is ever open.
 """
 
 import contextlib
@@ -10,15 +10,13 @@ import signal
 import sys
 import time
 from dataclasses import dataclass
-from itertools import pairwise
 from types import FrameType
 
 from shardbook.comm.versions import check_versions
 from shardbook.ranks.exits import PREEMPTED, WRONG, exit_rank
 from shardbook.recipe import RecipeError
 
-PROGRAM = "shardbook.train"  # the module that is a rank of a run, as `python -m` names it
-RANKS = (PROGRAM, "shardbook.evaluate")  # with that of an evaluation, which a signal ends at once: it saves nothing
+STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 # SIGTERMs that come within so many seconds are one request: a scheduler may signal every process of a job, and the
 # launcher passes its own on.
 ONE_REQUEST_SECONDS = 2.0
@@ -39,7 +37,7 @@ class StopFlag:
         """Listens from now on, in place of the flag that listened before, whose request counts here."""
         for earlier in EARLY:
             self.asked, self.terminated = earlier.asked, earlier.terminated
-        for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        for signum in STOPS:
             signal.signal(signum, self._ask)
         return self
 
@@ -64,20 +62,20 @@ def asked_early() -> bool:
     return any(flag.asked for flag in EARLY)
 
 
-def listen_early() -> None:
-    """Listens from now on where this process is a rank of a run: until then it would die of the signal, alone."""
-    if ("-m", PROGRAM) in pairwise(sys.orig_argv):
-        EARLY.append(StopFlag().listen())
-
-
-def refuse_early() -> None:
-    """Ends this process with one line where it is a rank and torch or transformers is too old, or torch lacks a private
-    name: what it imports next would fail in words of its own."""
-    if not any(("-m", module) in pairwise(sys.orig_argv) for module in RANKS):
-        return
+def begin_rank() -> None:
+    """Begins the program of a rank, before it imports torch: listens for a request to stop, of which the process would
+    die alone; and ends it with one line where torch or transformers is too old, or torch lacks a private name, since
+    what it imports next would fail in words of its own."""
+    EARLY.append(StopFlag().listen())
     try:
         check_versions()
         import shardbook.comm.torch_private  # noqa: F401
     except RecipeError as error:
         print(f"shardbook: {error}", file=sys.stderr, flush=True)
         exit_rank(WRONG)
+
+
+def listen_no_more() -> None:
+    """Gives signals their default effect again, where `begin_rank` took it: they end this process at once."""
+    for signum in STOPS if EARLY else ():
+        signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)

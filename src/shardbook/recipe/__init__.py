@@ -11,6 +11,7 @@ from shardbook.recipe.files import (
     flatten_recipe,
     list_recipes,
     load_recipe,
+    note_gone,
     parse_recipe,
     resolve_precision,
 )

@@ -2,6 +2,7 @@
 
 import difflib
 import re
+import sys
 import tomllib
 from collections.abc import Iterator
 from functools import cache
@@ -12,7 +13,7 @@ import tomli_w
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from shardbook.recipe.gone import drop_gone, explain_gone
+from shardbook.recipe.gone import describe_gone, drop_gone, explain_gone
 from shardbook.recipe.schema import Recipe
 from shardbook.recipe.sections import FORMS, NAMES, RecipeError, Section, nearest
 
@@ -29,25 +30,27 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
-    """Returns the recipe in the TOML file `path`, with `section.key=value` overrides. Raises RecipeError."""
+def load_recipe(path: str | Path, overrides: list[str] | None = None, is_past: bool = False) -> Recipe:
+    """Returns the recipe in the TOML file `path`, with `section.key=value` overrides. `is_past`: of a run of which only
+    weights or numbers are read, so that keys of its day may be left out. Raises RecipeError."""
     try:
         text = Path(path).read_text()
     except UnicodeDecodeError as error:
         raise RecipeError(f"{path}: not TOML: {error}") from None
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
-    return parse_recipe(text, str(path), overrides)
+    return parse_recipe(text, str(path), overrides, is_past)
 
 
-def parse_recipe(text: str, source: str, overrides: list[str] | None = None) -> Recipe:
-    """Returns the recipe in `text`, TOML, with overrides. Raises RecipeError, whose message begins with `source`."""
+def parse_recipe(text: str, source: str, overrides: list[str] | None = None, is_past: bool = False) -> Recipe:
+    """Returns the recipe in `text`, TOML, as load_recipe does. Raises RecipeError, whose message begins with
+    `source`."""
     try:
         given = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise RecipeError(f"{source}: not TOML: {error}") from None
     if Path(source).name == "resolved.toml":  # of a run, maybe of another version: it has every key of its day
-        drop_gone(given)
+        drop_gone(given, every=is_past)
     for word in overrides or []:
         _override(given, word)
     given.setdefault("train", {})
@@ -59,6 +62,13 @@ def parse_recipe(text: str, source: str, overrides: list[str] | None = None) -> 
             what, should, rule = _explain(one).partition(": input should be ")
             said.setdefault(what + should, []).append(rule)
         raise RecipeError(f"{source}: " + "; ".join(what + " or ".join(said[what]) for what in said)) from None
+
+
+def note_gone(resolved: Path) -> None:
+    """Prints which keys of a run's resolved.toml, loaded with `is_past`, are not heeded any more. Not on standard
+    output, where a program may read JSON."""
+    if words := describe_gone(tomllib.loads(resolved.read_text())):
+        print(f"warning  {resolved}: {words}", file=sys.stderr, flush=True)
 
 
 def dump_recipe(recipe: Recipe, with_defaults: bool = True) -> str:

@@ -1,7 +1,8 @@
 """Keys that recipes had once: each with the default that it had, and what to set instead.
 
 Invariant: a recipe or a command line that names one is refused in one line. A run's resolved.toml has every key of its
-day: one that it holds at the default is left out, since it changed nothing.
+day: one that it holds at the default is left out, since it changed nothing; and where only the run's weights are read,
+one at any other value, with a line that says so.
 """
 
 from typing import Any
@@ -49,9 +50,15 @@ def find_gone(given: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in named if name in GONE}
 
 
-def drop_gone(given: dict[str, Any]) -> None:
-    """Removes the gone keys that a recipe's tables hold at the default."""
+def drop_gone(given: dict[str, Any], every: bool) -> None:
+    """Removes the gone keys that a recipe's tables hold at the default, or, of `every` value, all of them."""
     for name, value in find_gone(given).items():
         section, _, key = name.partition(".")
-        if value == GONE[name][0]:
+        if every or value == GONE[name][0]:
             del given[section][key]
+
+
+def describe_gone(given: dict[str, Any]) -> str:
+    """Returns words on the gone keys that a recipe's tables hold at another value than the default; else none."""
+    values = [f"{name} = {value!r}" for name, value in find_gone(given).items() if value != GONE[name][0]]
+    return f"not heeded, as no key any more: {', '.join(values)}" if values else ""

@@ -32,8 +32,6 @@ from shardbook.ranks.distributed import broadcast_from_main, leave_hangs_in
 from shardbook.ranks.exits import RunFailed
 from shardbook.recipe import Recipe, RecipeError, Run, dump_recipe, first_line, flatten_recipe
 from shardbook.recipe.gone import GONE, find_gone
-from shardbook.run.files import check_push, check_run_directory, unwritable
-from shardbook.run.log.trackers import check_installed
 from shardbook.run.operations import sync_directory
 from shardbook.run.stored_items import in_gb, list_checkpoints, newest_checkpoint, remove_leftovers, step_of
 from shardbook.terminal import print_line
@@ -75,7 +73,7 @@ class RunDirectory:
             if day and (facts := read_facts(self.path)).get(DAY) != day:
                 _write_facts(self.path, facts | {DAY: day})
         except OSError as error:
-            raise unwritable(self.path, error.strerror or first_line(error)) from None
+            raise _unwritable(self.path, error.strerror or first_line(error)) from None
 
     def _check_room(self, keep: int, saved: int) -> None:
         """Looks at the disk: there must be one checkpoint to go back to beside the one that is written."""
@@ -155,7 +153,6 @@ def open_everywhere(run: RunDirectory, steps: int, newest: Path | None, recipe: 
     the directory cannot be written or its disk has no room for checkpoints of `saved` bytes, or a rank does not see it:
     a checkpoint's files would be on several disks. Collective."""
     run.check_goes_on(steps, newest, recipe)
-    broadcast_from_main(lambda: check_push(recipe.train))
     broadcast_from_main(lambda: run.open(recipe.train.save_total_limit, saved, recipe.data.chat_template_date))
     if not run.path.is_dir():
         raise RecipeError(
@@ -180,9 +177,7 @@ def newest_step(run: Run, name: str) -> int:
 
 def find_run(run: Run, recipe_path: Path) -> RunDirectory:
     """Returns the directory of a run, which is locked until this process ends if it is there. One rank calls it. Raises
-    RecipeError where it could not be made, another process holds it, or a tracker of the run is not installed."""
-    check_installed(run)
-    check_run_directory(run)
+    RecipeError where another process holds it."""
     name = name_run(run, recipe_path)
     path = Path(run.dir).expanduser() / name
     token = secrets.token_hex(8)
@@ -191,12 +186,26 @@ def find_run(run: Run, recipe_path: Path) -> RunDirectory:
     return RunDirectory(name, path, read_facts(path).get("finished_steps", 0), is_there, token)
 
 
+def check_run_directory(run: Run) -> None:
+    """Raises RecipeError where the run's directory cannot be made. Makes nothing."""
+    folder = Path(run.dir).expanduser() / run.name
+    parent = next(each for each in (folder, *folder.parents) if os.access(each, os.F_OK))
+    if not parent.is_dir():
+        raise _unwritable(folder, f"{parent} is a file")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise _unwritable(folder, f"{parent} is not yours to write in")
+
+
+def _unwritable(folder: Path, why: str) -> RecipeError:
+    return RecipeError(f"run directory {folder}: cannot be written ({why}); set run.dir to a place that can")
+
+
 def _hold(path: Path, token: str) -> None:
     """Locks the run for this process: two launches into one would remove each other's checkpoints."""
     try:
         lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o644)  # not closed: the lock ends with this process
     except OSError as error:
-        raise unwritable(path, error.strerror or first_line(error)) from None
+        raise _unwritable(path, error.strerror or first_line(error)) from None
     os.register_at_fork(after_in_child=lambda: os.close(lock))  # a child that outlives it must not hold the run
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from shardbook.recipe import Recipe, RecipeError, load_recipe, parse_recipe
-from shardbook.run.files import check_files
+from shardbook.ranks.launch import launch_ranks
+from shardbook.ranks.machine import choose_nproc
+from shardbook.recipe import Recipe, RecipeError, load_recipe, note_gone, parse_recipe
 
 PLAIN = "[data]\nmax_length = 1024\nskip_untrainable = true\n[train]\nsteps = 1\n"
 # One step and nothing beside it: of a run's reference only the rows that its steps reach are asked.
@@ -31,7 +32,7 @@ def evaluation_recipe(model: str, words: list[str]) -> tuple[Recipe, Path | None
             more.append(other)
     resolved = Path(model) / "resolved.toml"
     if is_run := resolved.is_file():
-        recipe = load_recipe(resolved, FIXED + more)
+        recipe = load_recipe(resolved, FIXED + more, is_past=True)
     else:
         recipe = parse_recipe(PLAIN, model, [f"model.path={model}", *FIXED, *more])
     if not (recipe.data.eval or recipe.data.eval_size):
@@ -41,7 +42,7 @@ def evaluation_recipe(model: str, words: list[str]) -> tuple[Recipe, Path | None
 
 def describe_rows(recipe: Recipe, run: Path | None) -> str:
     """Returns words on the rows that `recipe` evaluates where they are not those that the run held out; else none."""
-    if run is None or rows_of(recipe) == (before := rows_of(load_recipe(run / "resolved.toml"))):
+    if run is None or rows_of(recipe) == (before := rows_of(load_recipe(run / "resolved.toml", is_past=True))):
         return ""
     return f"{rows_of(recipe)}, in place of {before or 'none'} of the run"
 
@@ -53,11 +54,9 @@ def rows_of(recipe: Recipe) -> str:
 
 
 def launch_evaluation(model: str, words: list[str], nproc: int | None, is_json: bool) -> int:
-    """Runs the ranks that evaluate `model`, after a look at the files that are named. Returns the exit code."""
-    recipe, _ = evaluation_recipe(model, words)
-    check_files(recipe)  # before torch is imported
-    from shardbook.ranks.launch import launch_ranks
-    from shardbook.ranks.machine import choose_nproc
-
+    """Runs the ranks that evaluate `model`, by its recipe. Returns the exit code."""
+    recipe, run = evaluation_recipe(model, words)
+    if run:
+        note_gone(run / "resolved.toml")
     nproc, words = choose_nproc(recipe.parallel, nproc), [model, *words, *(["--json"] * is_json)]
     return launch_ranks(nproc, words, module="shardbook.evaluate")

@@ -14,7 +14,7 @@ from typing import Any
 from shardbook.gpus import find_gpu, gpu_of
 from shardbook.plan.cluster import build_planner
 from shardbook.plan.hardware import Cluster
-from shardbook.recipe import RecipeError, first_line, load_recipe
+from shardbook.recipe import RecipeError, first_line, load_recipe, note_gone
 from shardbook.run.directory import read_facts
 from shardbook.run.log.recorder import read_rows
 
@@ -37,7 +37,8 @@ def read_sample(run: Path, model_path: str, gpu_name: str, document_tokens: floa
     said = f"--calibrate {run}"
     if not (run / "resolved.toml").is_file():
         raise RecipeError(f"{said}: not a run directory (no resolved.toml in it)")
-    recipe, facts = load_recipe(run / "resolved.toml"), read_facts(run)
+    recipe, facts = load_recipe(run / "resolved.toml", is_past=True), read_facts(run)
+    note_gone(run / "resolved.toml")
     if recipe.model.path != model_path:
         raise RecipeError(f"{said}: a run of {recipe.model.path}, and the plan is for {model_path}")
     device = facts.get("gpu", "a CPU")

@@ -30,7 +30,6 @@ from shardbook.model.laid_out import LaidOut, World, lay_out
 from shardbook.model.selfcheck import check_family, remember
 from shardbook.model.stored import digest_ends
 from shardbook.objectives import Objective, build_objective
-from shardbook.optim.table import OPTIMIZERS
 from shardbook.plan.formulas import predict_memory_metrics
 from shardbook.plan.hardware import HOST_ROOM
 from shardbook.plan.measure_blocks import KNOWN_BLOCKS, Unmeasured
@@ -71,8 +70,6 @@ def lay_out_run(recipe: Recipe, world: World, in_turn: InTurn = nullcontext) -> 
     Fetches nothing large. Raises RecipeError where recipe, device, model and mesh contradict each other, or ranks
     would compute attention by different ones."""
     recipe = resolve_precision(recipe, world.device_type)
-    if needs := OPTIMIZERS[recipe.optim.name].needs:
-        needs(world.device_type)
     with in_turn():
         config = load_config(recipe.model, config_folder(recipe.model), recipe.data.max_length)
     if dist.is_initialized():  # a second on one rank, not on each
@@ -107,13 +104,15 @@ def prepare_job(
     )
     sequences, micros = recipe.sequences, recipe.train.gradient_accumulation_steps
     with in_turn():
-        folder = model_folder(recipe.model) if world.device else config_folder(recipe.model)
         tokenizer_at = tokenizer_folder(recipe.model)
         tokenizer = load_tokenizer(tokenizer_at, "model.tokenizer", recipe.data.chat_template)
         check_vocabulary(tokenizer, config)
         recipe = _with_day(recipe, tokenizer, day)
         parts = documents, held_out = build_documents(recipe.data, tokenizer, tokenizer_at, sequences)
+        folder = config_folder(recipe.model)
         prompts = build_prompts(recipe, config, tokenizer, folder, held_out or documents)
+        if world.device:  # last: a row that cannot be trained is refused before weights are fetched
+            folder = model_folder(recipe.model)
     if dist.is_initialized():
         _check_same_files(recipe, tokenizer, parts, folder)
     place = layout.data_rank(world.rank)

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.errors import HfHubHTTPError
 
@@ -14,12 +15,31 @@ from shardbook.paths import is_hub_id, write_whole
 from shardbook.ranks.exits import RunFailed
 from shardbook.recipe import Recipe, RecipeError, Train, first_line, load_recipe
 from shardbook.run.directory import read_facts
-from shardbook.run.files import check_repo
 from shardbook.run.log.console import Console
 from shardbook.run.log.recorder import read_rows
 
 PACKAGES = ("shardbook", "torch", "transformers", "datasets", "cuda", "gpu")
+REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # on the Hub
 LOSSES = {"train": "train/loss", "eval": "eval/loss"}
+
+
+def check_push(train: Train) -> None:
+    """Raises RecipeError where the result is to be pushed to the Hub, and could not be."""
+    if train.push_to_hub:
+        try:
+            check_repo(train.hub_model_id)
+        except RecipeError as error:
+            raise RecipeError(f"train.push_to_hub: {error}") from None
+
+
+def check_repo(repo: str) -> None:
+    """Raises RecipeError where nothing can be pushed to `repo`: it is no name of a repository, or there is no token."""
+    if not REPOSITORY.fullmatch(repo):
+        raise RecipeError(f"repository {repo!r}: must look like name/model")
+    if huggingface_hub.constants.HF_HUB_OFFLINE:
+        raise RecipeError(f"repository {repo}: HF_HUB_OFFLINE is set; unset it to push")
+    if not huggingface_hub.get_token():
+        raise RecipeError(f"repository {repo}: no token; run `hf auth login`, or set HF_TOKEN")
 
 
 def push_if_asked(run: Path, train: Train, console: Console) -> None:
