@@ -128,6 +128,7 @@ def _await_members(store: Store, place: Rendezvous, beyond: list[Member], is_hos
     """Waits until all have joined; rank 0 prints now and then who has not. `beyond`: this rank, where it came after as
     many as the run has. Raises RecipeError."""
     members, began, tell_at = list[Member](), time.monotonic(), TELL_SECONDS
+    pause = LOOK_SECONDS * max(1, place.world_size // 512)  # one store answers all ranks
     while True:
         is_closed, came = store.check([CLOSED]), min(store.add("joined", 0), place.world_size)
         newer = [f"joined/{number}" for number in range(len(members) + 1, came + 1)]
@@ -143,12 +144,12 @@ def _await_members(store: Store, place: Rendezvous, beyond: list[Member], is_hos
             refusal = f"{missing} did not come to {place.address} in {waited:.0f} s"
             refusal += "; start the run on every node, with this address"
         if refusal:
-            time.sleep(10 * LOOK_SECONDS * is_host)  # until the others have looked: the store ends with this process
+            time.sleep(10 * pause * is_host)  # until the others have looked: the store ends with this process
             raise RecipeError(refusal)
         if place.rank == 0 and waited > tell_at:
             print(f"waiting for {missing} at {place.address}", flush=True)
             tell_at += TELL_AGAIN_SECONDS
-        time.sleep(LOOK_SECONDS)  # not a wait for a key: where its time is over, torch prints two warnings
+        time.sleep(pause)  # not a wait for a key: where its time is over, torch prints two warnings
 
 
 def _await_head(place: Rendezvous) -> None:
