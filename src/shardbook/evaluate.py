@@ -28,7 +28,8 @@ from shardbook.ranks.distributed import (
 from shardbook.ranks.exits import DONE, exit_rank
 from shardbook.ranks.signals import StopFlag
 from shardbook.recipe import Recipe, RecipeError
-from shardbook.run.checkpoint import load_checkpoint
+from shardbook.run.checkpoint.format import newest_checkpoint, step_of
+from shardbook.run.checkpoint.load import load_checkpoint
 from shardbook.run.console import Console
 from shardbook.run.directory import read_facts
 from shardbook.run.evaluated import describe_rows, evaluation_recipe
@@ -37,7 +38,6 @@ from shardbook.run.out_of_memory import OomGuard
 from shardbook.run.prepare import Job, lay_out_run, prepare_job
 from shardbook.run.reference import Reference
 from shardbook.run.start import load_base
-from shardbook.run.stored_items import newest_checkpoint, step_of
 from shardbook.run.teacher import fill_teacher
 from shardbook.train import build, guard
 

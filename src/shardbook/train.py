@@ -35,7 +35,8 @@ from shardbook.ranks.progress import PROGRESS
 from shardbook.ranks.settings import use_deterministic
 from shardbook.ranks.signals import StopFlag, asked_early
 from shardbook.recipe import Recipe, RecipeError, find_recipe, flatten_recipe, load_recipe
-from shardbook.run.checkpoint import TrainState
+from shardbook.run.checkpoint.format import TrainState, newest_checkpoint
+from shardbook.run.checkpoint.save import Saver, predict_bytes
 from shardbook.run.console import Console
 from shardbook.run.directory import environment, find_everywhere, open_everywhere
 from shardbook.run.evaluation import Observer
@@ -48,9 +49,7 @@ from shardbook.run.prepare import Job, lay_out_run, prepare_job
 from shardbook.run.profile import Profile
 from shardbook.run.push import push_if_asked
 from shardbook.run.reference import Reference
-from shardbook.run.saver import Saver, predict_bytes
 from shardbook.run.start import start_from
-from shardbook.run.stored_items import newest_checkpoint
 
 
 def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:

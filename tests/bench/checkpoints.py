@@ -22,13 +22,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from shardbook.run.item_storage import ItemReader, ItemWriter
+from shardbook.run.save_plan import Planned, PlanOnce
 from torch.distributed.checkpoint import FileSystemWriter, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
-from shardbook.run.background import Background, StagingWriter
-from shardbook.run.item_storage import ItemReader, ItemWriter
-from shardbook.run.save_plan import Planned, PlanOnce
-from shardbook.run.stored_items import begin, publish, read_stored
+from shardbook.run.checkpoint.async_save import StagingWriter
+from shardbook.run.checkpoint.format import begin, publish, read_stored
 
 KEPT = Path(__file__).parents[2] / "docs" / "benchmarks" / "checkpoints.json"
 STEP_SECONDS = 0.3  # of a step's forward and backward

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
+from shardbook.run.save_plan import Planned, PlanOnce
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -30,7 +31,6 @@ from shardbook.model.hub import INDEX
 from shardbook.model.stored import open_tensors
 from shardbook.model.weights import full_tensors, local_rows
 from shardbook.run.checkpoint import HYPERPARAMETERS
-from shardbook.run.save_plan import Planned, PlanOnce
 
 SHAPE = {  # Llama-3.1-70B
     "hidden_size": 8192,

@@ -19,7 +19,7 @@ from shardbook.plan.formulas import predict_traffic
 from shardbook.ranks.distributed import Ranks
 from shardbook.ranks.signals import StopFlag
 from shardbook.recipe import flatten_recipe
-from shardbook.run.checkpoint import TrainState
+from shardbook.run.checkpoint.format import TrainState
 from shardbook.run.console import Console
 from shardbook.run.directory import RunDirectory
 from shardbook.run.metrics import Metrics, Recorder, StepTimer, memory_metrics, peak_metrics

@@ -12,9 +12,9 @@ from shardbook.plan.hardware import ROOM, build_cluster
 from shardbook.plan.peak import GB
 from shardbook.ranks.machine import memory_bytes
 from shardbook.recipe import Recipe, RecipeError
+from shardbook.run.checkpoint.format import newest_checkpoint
 from shardbook.run.console import Console, readable_bytes
 from shardbook.run.prepare import lay_out_run, prepare_job
-from shardbook.run.stored_items import newest_checkpoint
 
 
 def rehearse(recipe: Recipe, world_size: int, ranks_per_node: int) -> None:
