@@ -452,6 +452,29 @@ def test_a_checkpoint_of_an_earlier_version_is_listed_and_refused(tmp_path, caps
     assert f"{tmp_path}: has no checkpoint" in capsys.readouterr().err
 
 
+def rewrite_manifest(path, **changes):
+    """Changes keys of a manifest (None: removes one) as who wrote it would have: its first line is the hash."""
+    manifest = json.loads((path / MANIFEST).read_text()) | changes
+    manifest = {key: value for key, value in manifest.items() if value is not None and key != "xxh3_128"}
+    body = json.dumps(manifest)[1:].encode()
+    (path / MANIFEST).write_bytes(f'{{"xxh3_128": "{xxh3_128(body).hexdigest()}",\n'.encode() + body)
+
+
+def test_files_of_another_version_are_refused(tmp_path):
+    """In one line, not as damage; files that name no version, as those of before did, are of the first."""
+    path = save(tmp_path, 1)
+    assert json.loads((path / MANIFEST).read_text())["version"] == 1
+    rewrite_manifest(path, version=None)
+    verify(path)
+    rewrite_manifest(path, version=2)
+    with pytest.raises(RecipeError) as met:
+        verify(path)
+    assert not isinstance(met.value, Damaged) and str(met.value) == (
+        f"checkpoint {path}: its files are of version 2, and version 1 is read; go on with the Shardbook that wrote it, "
+        "or set model.path to an export by that one and choose another run.name"
+    )
+
+
 def test_the_command_imports_no_torch():
     code = "import sys, shardbook.run.checkpoint.format; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -135,7 +135,8 @@ def assign_writes(
     loads, writes, first_bytes = dict[tuple[tuple[str, ...], bool], list[int]](), set[str](), 0
     for name, tensor, size in held:
         axes, is_tied = copy_axes(tensor, sizes), name in tied
-        number = int(is_tied and rank_along(sizes, PP, rank) > 0)
+        # the last stage before the first, which has more layers where they do not divide
+        number = int(is_tied and rank_along(sizes, PP, rank) == 0)
         for axis in axes:
             number = number * sizes[axis] + rank_along(sizes, axis, rank)
         copies = prod(sizes[axis] for axis in axes) * (1 + is_tied)

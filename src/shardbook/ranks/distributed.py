@@ -233,11 +233,10 @@ def gather_results(make: Callable[[], T], shared: Shared = SHARED_ERRORS) -> lis
     result = _result_or_error(make, shared)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, _to_send(result))
-    if errors := [each for each in everyone if isinstance(each, shared)]:
-        first = min(errors, key=lambda error: isinstance(error, RecipeError))
-        raise (
-            result if isinstance(result, Exception) and type(result) is type(first) else first
-        )  # its own where it arose, with its traceback
+    if failed := [rank for rank, each in enumerate(everyone) if isinstance(each, shared)]:
+        first = min(failed, key=lambda rank: isinstance(everyone[rank], RecipeError))
+        is_alike = first == dist.get_rank() or type(result) is type(everyone[first])
+        raise result if is_alike and isinstance(result, shared) else everyone[first]  # its own with its traceback
     return everyone
 
 
