@@ -28,7 +28,7 @@ from shardbook.parallel.boxes import assign_writes
 from shardbook.run.checkpoint.async_save import AsyncSave, Items, StagedItems
 from shardbook.run.checkpoint.format import begin, publish, read_stored
 from shardbook.run.checkpoint.load import ItemReader
-from shardbook.run.checkpoint.save import _item, _size_of, write_finite
+from shardbook.run.checkpoint.save import nbytes_of, to_item, write_finite
 
 KEPT = Path(__file__).parents[2] / "docs" / "benchmarks" / "checkpoints.json"
 STEP_SECONDS = 0.3  # of a step's forward and backward
@@ -80,9 +80,9 @@ def read_plain(folder: Path, into: bytearray) -> None:
 
 
 def list_items(tensors: dict[str, torch.Tensor]) -> Items:
-    held = [(name, tensor, _size_of(tensor)) for name, tensor in tensors.items()]
+    held = [(name, tensor, nbytes_of(tensor)) for name, tensor in tensors.items()]
     names, _ = assign_writes(held, {"dp_replicate": 1, "dp_shard": 1}, 0)
-    return [_item(name, tensor) for name, tensor in tensors.items() if name in names]
+    return [to_item(name, tensor) for name, tensor in tensors.items() if name in names]
 
 
 def save_ours(folder: Path, tensors: dict[str, torch.Tensor]) -> None:

@@ -28,7 +28,7 @@ from shardbook.model.hub import INDEX
 from shardbook.model.stored import open_tensors
 from shardbook.model.weights import full_tensors, local_rows
 from shardbook.parallel.boxes import assign_writes
-from shardbook.run.checkpoint.save import _item, _size_of
+from shardbook.run.checkpoint.save import nbytes_of, to_item
 
 SHAPE = {  # Llama-3.1-70B
     "hidden_size": 8192,
@@ -134,9 +134,9 @@ def count_items(shapes: dict[str, torch.Size], world: int) -> None:
     for number, mesh in enumerate(fake_ranks(world)):
         tensors = state_of(shapes, mesh)
         with Cpu() as cpu:
-            held = [(name, tensor, _size_of(tensor)) for name, tensor in tensors.items()]
+            held = [(name, tensor, nbytes_of(tensor)) for name, tensor in tensors.items()]
             names, _ = assign_writes(held, {DP_REPLICATE: 1, DP_SHARD: world}, number)
-            items.append(len([_item(name, tensor) for name, tensor in tensors.items() if name in names]))
+            items.append(len([to_item(name, tensor) for name, tensor in tensors.items() if name in names]))
         seconds.append(cpu.seconds)
     print(f"| {world} | {len(tensors):,} | {max(items):,} | {sum(seconds) / world:.2f} |", flush=True)
 

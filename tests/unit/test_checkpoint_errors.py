@@ -10,7 +10,7 @@ from shardbook.recipe import RecipeError
 from shardbook.run.checkpoint import load
 from shardbook.run.checkpoint.format import Damaged, begin, publish, read_stored
 from shardbook.run.checkpoint.load import ItemReader, checkpoint_shapes, read_parameters
-from shardbook.run.checkpoint.save import _item, _writable, write_finite
+from shardbook.run.checkpoint.save import _writable, to_item, write_finite
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(3, dtype=torch.bfloat16), "none": torch.zeros(0, 4)}
 LOST = "[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:2011"
@@ -34,7 +34,7 @@ def checkpoint(tmp_path):
         "shapes": {name: [*tensor.shape] for name, tensor in TENSORS.items()},
     }
     side = begin(tmp_path, 2, needed=1)
-    items = [_item(f"model.{name}", tensor) for name, tensor in TENSORS.items()]
+    items = [to_item(f"model.{name}", tensor) for name, tensor in TENSORS.items()]
     publish(side, 2, state, write_finite(tmp_path, side, 0, items), keep=0, check_held=lambda: None)
     return tmp_path / "step-000002"
 

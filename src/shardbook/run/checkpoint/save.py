@@ -157,25 +157,30 @@ def save_checkpoint(
     RunFailed where it cannot be written, has a number that is not finite, or `check_held` says that another launch has
     the run: nothing is published then. With `async_save` that copies, writes and publishes, later. Collective."""
     path, rank, side = folder / name_of(state.step), dist.get_rank(), None
+    facts = dict[str, Any]()  # on rank 0
+
+    def make_side() -> Path:
+        facts.update(state_facts(sharded, optimizer, state))
+        return begin(folder, state.step, total_bytes)
+
     try:
         with _writable(path):
             items, total_bytes = items_to_write(sharded, optimizer)
-            facts = state_facts(sharded, optimizer, state)
-            side = broadcast_from_main(lambda: begin(folder, state.step, total_bytes), EVERY)
+            side = broadcast_from_main(make_side, EVERY)
             write = partial(write_finite, path, side, rank)
             publish_files = partial(publish, side, state.step, facts, keep=keep, check_held=check_held)
-            if async_save:
-                async_save.begin(state.step, StagedItems(items, write), side, publish_files if rank == 0 else None)
-                if sharded.offloaded:  # backward changes them, else only the optimizer's step does
-                    async_save.wait_copied()
-            else:
+            if not async_save:
                 everyone = gather_results(partial(write, items), EVERY)
-                files = {name: facts for each in everyone for name, facts in each.items()}
+                files = {name: size_and_hash for each in everyone for name, size_and_hash in each.items()}
                 broadcast_from_main(partial(publish_files, files), EVERY)
     except BaseException:
         if side and rank == 0:  # else a full disk would stay full
             disk.remove_tree(side)
         raise
+    if async_save:
+        async_save.begin(state.step, StagedItems(items, write), side, publish_files if rank == 0 else None)
+        if sharded.offloaded:  # backward changes them, else only the optimizer's step does
+            async_save.wait_copied()
     return path
 
 
@@ -186,11 +191,11 @@ def items_to_write(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> t
 
     def take() -> tuple[int, int, int]:
         tensors, states = checkpoint_tensors(sharded.masters, optimizer), random_states()
-        held = [(name, tensor, _size_of(tensor)) for name, tensor in tensors.items()]
+        held = [(name, tensor, nbytes_of(tensor)) for name, tensor in tensors.items()]
         names, needed_bytes = assign_writes(held, sharded.layout.sizes, dist.get_rank(), _tied_names(sharded, tensors))
         written = {name: tensor for name, tensor in tensors.items() if name in names}
-        items.extend(_item(name, tensor) for name, tensor in (written | states).items())  # the states are each rank's
-        return *(sum(map(_size_of, some.values())) for some in (written, states)), needed_bytes
+        items.extend(to_item(name, tensor) for name, tensor in (written | states).items())  # the states are each rank's
+        return sum(map(nbytes_of, written.values())), sum(map(nbytes_of, states.values())), needed_bytes
 
     tensor_bytes, random_bytes, needed_bytes = map(sum, zip(*gather_results(take, EVERY), strict=True))
     if tensor_bytes != needed_bytes:
@@ -207,11 +212,11 @@ def _tied_names(sharded: ShardedModel, tensors: dict[str, Tensor]) -> set[str]:
     return {each for each in tensors if each == MODEL + name or each.startswith(f"{MOMENTS}{name}.")}
 
 
-def _size_of(tensor: Tensor) -> int:
+def nbytes_of(tensor: Tensor) -> int:
     return sum(part.nbytes for part in parts_of(tensor))
 
 
-def _item(name: str, tensor: Tensor) -> tuple[list[Any], list[Tensor]]:
+def to_item(name: str, tensor: Tensor) -> tuple[list[Any], list[Tensor]]:
     box, dtype = local_box(tensor, name), str(tensor.dtype).removeprefix("torch.")  # of eight bits: the parameter's
     return [name, *map(list, (box.offsets, box.sizes, box.shape)), dtype], parts_of(tensor.detach())
 
