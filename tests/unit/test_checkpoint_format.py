@@ -470,8 +470,8 @@ def test_files_of_another_version_are_refused(tmp_path):
     with pytest.raises(RecipeError) as met:
         verify(path)
     assert not isinstance(met.value, Damaged) and str(met.value) == (
-        f"checkpoint {path}: its files are of version 2, and version 1 is read; go on with the Shardbook that wrote it, or "
-        "set model.path to an export by that one and choose another run.name"
+        f"checkpoint {path}: its files are of version 2, and version 1 is read; go on with the Shardbook that wrote "
+        "it, or set model.path to an export by that one and choose another run.name"
     )
 
 
