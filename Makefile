@@ -121,8 +121,8 @@ test-dist: $(DEV)  ## the whole parity matrix: every stage, world, schedule and 
 	$(PYTEST) $(BY_FILE) tests/dist --everything -m ""
 
 # Each promise of docs/reliability.md.
-RELIABLE = $(addprefix tests/unit/test_,$(addsuffix .py,stored_items checkpoint_errors restarts stop step_log host_syncs)) \
-	$(addprefix tests/dist/test_,$(addsuffix .py,damage background resume save_plan nonfinite optimizers check_steps tensor_files))
+RELIABLE = $(addprefix tests/unit/test_,$(addsuffix .py,checkpoint_format checkpoint_errors restarts stop step_log host_syncs)) \
+	$(addprefix tests/dist/test_,$(addsuffix .py,damage async_save resume checkpoint_save nonfinite optimizers check_steps tensor_files))
 test-reliability: $(DEV)  ## crash points, damage, full disks, 296 kills and what is planted against them, the long ones too
 	$(PYTEST) $(BY_FILE) -m "" $(RELIABLE)
 	$(PYTEST) $(SIDE_BY_SIDE) --dist load -m "" tests/dist/test_zombies.py tests/dist/test_kills.py
@@ -132,7 +132,8 @@ test-reliability: $(DEV)  ## crash points, damage, full disks, 296 kills and wha
 NARROW = ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 $(PYTEST)
 COUNTS_ALONE = house plan simulate translate recipe torch pipeline_peak settings offline bench peers page plan_assumed \
 	plan_module measured_blocks peak step_timeline schedule refusals docs families_page ledger outcome look chat completion formats \
-	rows machines step_log console out_of_memory gpus progress push trackers exits mesh rendezvous restarts stop world checkpoint_errors stored_items
+	rows machines step_log console out_of_memory gpus progress push trackers exits mesh rendezvous restarts stop world \
+	checkpoint_errors checkpoint_format
 test-cpu: $(DEV)  ## numbers on another processor: units, real weights and the parity matrix without wide vectors
 	$(NARROW) $(BY_FILE) -m "not slow or narrow" tests/unit $(COUNTS_ALONE:%=--ignore tests/unit/test_%.py) \
 		tests/dist/test_hard_cases.py tests/dist/test_stages.py tests/e2e/test_embedded.py $(if $(TIER),,tests/dist/test_zeropp.py)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from shardbook.run import operations
+from shardbook.run.checkpoint import disk
 
 Tree = dict[str, bytes | None]  # by path; None: a directory
 
@@ -29,25 +29,25 @@ def record(monkeypatch, folder: Path) -> list[tuple]:
     def note(name: str, *paths: Path, more: tuple = ()) -> None:
         made.append((name, *(str(path.relative_to(folder)) for path in paths), *more))
 
-    def create(path, real=operations.create):
+    def create(path, real=disk.create):
         file = real(path)
         note("create", path)
         opened[file] = sum(each[0] == "create" for each in made)
         return file
 
-    def write(file, data, real=operations.write):
+    def write(file, data, real=disk.write):
         made.append(("write", opened[file], bytes(data)))
         real(file, data)
 
-    def sync(file, real=operations.sync):
+    def sync(file, real=disk.sync):
         made.append(("sync", opened[file]))
         real(file)
 
-    monkeypatch.setattr(operations, "create", create)
-    monkeypatch.setattr(operations, "write", write)
-    monkeypatch.setattr(operations, "sync", sync)
+    monkeypatch.setattr(disk, "create", create)
+    monkeypatch.setattr(disk, "write", write)
+    monkeypatch.setattr(disk, "sync", sync)
     for name in ("make_directory", "sync_directory", "rename", "remove", "remove_directory"):
-        monkeypatch.setattr(operations, name, partial(_both, note, name, getattr(operations, name)))
+        monkeypatch.setattr(disk, name, partial(_both, note, name, getattr(disk, name)))
     return made
 
 

@@ -19,7 +19,6 @@ for name in (
     "datasets",
     "pytest",
     "tiny",
-    "torch.distributed.checkpoint.state_dict",
     "torch.distributed.tensor",
     "transformers.models.llama.modeling_llama",
     "shardbook.cli",

@@ -27,7 +27,8 @@ from shardbook.ranks.exits import DONE, exit_rank
 from shardbook.ranks.signals import StopFlag, listen_no_more
 from shardbook.recipe import Recipe, RecipeError
 from shardbook.run.build import allocate_state, build_sharded
-from shardbook.run.checkpoint import load_checkpoint
+from shardbook.run.checkpoint.format import newest_checkpoint, step_of
+from shardbook.run.checkpoint.load import load_checkpoint
 from shardbook.run.directory import read_facts
 from shardbook.run.evaluated import describe_rows, evaluation_recipe
 from shardbook.run.evaluation import evaluate
@@ -38,7 +39,6 @@ from shardbook.run.prepare import Job, lay_out_run, prepare_job
 from shardbook.run.rank import guard, with_ranks
 from shardbook.run.reference import Reference
 from shardbook.run.start import load_base
-from shardbook.run.stored_items import newest_checkpoint, step_of
 from shardbook.run.teacher import fill_teacher
 
 LIKELIHOODS = {"sft": "loss", "distill": "nll"}  # by method, the metric whose exponential is the perplexity

@@ -32,7 +32,8 @@ from shardbook.ranks.settings import use_deterministic
 from shardbook.ranks.signals import StopFlag
 from shardbook.recipe import Recipe, RecipeError, find_recipe, flatten_recipe, load_recipe
 from shardbook.run.build import allocate_state, build_sharded
-from shardbook.run.checkpoint import TrainState
+from shardbook.run.checkpoint.format import TrainState, newest_checkpoint
+from shardbook.run.checkpoint.save import Saver, predict_bytes
 from shardbook.run.directory import environment, find_everywhere, open_everywhere
 from shardbook.run.evaluation import Observer
 from shardbook.run.export import export_result
@@ -48,11 +49,9 @@ from shardbook.run.profile import Profile
 from shardbook.run.push import push_if_asked
 from shardbook.run.rank import guard, with_ranks
 from shardbook.run.reference import Reference
-from shardbook.run.saver import Saver, predict_bytes
 from shardbook.run.sdc_check import SdcCheck
 from shardbook.run.start import start_from
 from shardbook.run.step_flags import StepFlags
-from shardbook.run.stored_items import newest_checkpoint
 
 
 def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:

@@ -23,12 +23,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter, state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
-from shardbook.run.background import Background, StagingWriter
-from shardbook.run.item_storage import ItemReader, ItemWriter
-from shardbook.run.save_plan import Planned, PlanOnce
-from shardbook.run.stored_items import begin, publish, read_stored
+from shardbook.parallel.boxes import assign_writes
+from shardbook.run.checkpoint.async_save import AsyncSave, Items, StagedItems
+from shardbook.run.checkpoint.format import begin, publish, read_stored
+from shardbook.run.checkpoint.load import ItemReader
+from shardbook.run.checkpoint.save import nbytes_of, to_item, write_finite
 
 KEPT = Path(__file__).parents[2] / "docs" / "benchmarks" / "checkpoints.json"
 STEP_SECONDS = 0.3  # of a step's forward and backward
@@ -79,40 +79,37 @@ def read_plain(folder: Path, into: bytearray) -> None:
             pass
 
 
+def list_items(tensors: dict[str, torch.Tensor]) -> Items:
+    held = [(name, tensor, nbytes_of(tensor)) for name, tensor in tensors.items()]
+    names, _ = assign_writes(held, {"dp_replicate": 1, "dp_shard": 1}, 0)
+    return [to_item(name, tensor) for name, tensor in tensors.items() if name in names]
+
+
 def save_ours(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    writer = ItemWriter(
-        folder,
-        0,
-        lambda: begin(folder / "ours", 1, 1),
-        lambda side, written: publish(side, 1, {"step": 1}, written, 0, lambda: None),
-    )
-    state_dict_saver.save(tensors, storage_writer=writer, planner=DefaultSavePlanner(), no_dist=True)
+    items, side = list_items(tensors), begin(folder / "ours", 1, 1)
+    publish(side, 1, {"step": 1}, write_finite(folder, side, 0, items), 0, lambda: None)
 
 
-def stall_of(folder: Path, tensors: dict[str, torch.Tensor], background: Background, plans: list[Planned]) -> float:
-    """The seconds for which a step waits for a save in a thread: to plan it, and, once STEP_SECONDS of a next step's
-    forward and backward have gone by, for the rest of the copy."""
+def stall_of(folder: Path, tensors: dict[str, torch.Tensor], async_save: AsyncSave) -> float:
+    """The seconds for which a step waits for a save in a thread: to list its items, and, once STEP_SECONDS of a next
+    step's forward and backward have gone by, for the rest of the copy."""
     began = time.perf_counter()
-    planner = PlanOnce(tensors, plans[-1] if plans else None)
-    writer = StagingWriter(folder, 0, lambda: begin(folder / "behind", 1, 1), lambda side, written: None)
-    state_dict_saver.save(tensors, storage_writer=writer, planner=planner)
-    plans.append(planner.planned())
-    assert writer.side
-    background.begin(1, writer, partial(publish, writer.side, 1, {"step": 1}, keep=0, check_held=lambda: None))
+    items, side = list_items(tensors), begin(folder / "behind", 1, 1)
+    later = partial(publish, side, 1, {"step": 1}, keep=0, check_held=lambda: None)
+    async_save.begin(1, StagedItems(items, partial(write_finite, folder, side, 0)), side, later)
     waited, left, right = time.perf_counter() - began, *torch.rand(2, 256, 256)
     while time.perf_counter() - began < waited + STEP_SECONDS:
         left @ right
     began = time.perf_counter()
-    background.wait_copied()
+    async_save.wait_copied()
     waited += time.perf_counter() - began
-    background.finish()
+    async_save.finish()
     return waited
 
 
 def load_ours(folder: Path, into: dict[str, torch.Tensor]) -> None:
     path = folder / "ours" / "step-000001"
-    reader = ItemReader(path, read_stored(path).items)
-    state_dict_loader.load(into, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=True)
+    ItemReader(path, read_stored(path).items).read(into)
 
 
 def save_dcp(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -148,12 +145,12 @@ def measure(place: Path, hidden: int, rounds: int) -> dict:
         "load, DCP, cold": lambda folder: load_dcp(folder, into),
     }
     best: dict[str, list[float]] = {name: [float("inf"), float("inf")] for name in works}
-    background, plans, stalls = Background(size + 64 * len(tensors)), list[Planned](), list[float]()
-    while not background.buffer:  # it is made beside the first steps of a run
+    async_save, stalls = AsyncSave(size + 64 * len(tensors)), list[float]()
+    while not async_save.buffer:  # it is made beside the first steps of a run
         time.sleep(0.1)
     for _ in range(rounds):
         folder = Path(tempfile.mkdtemp(dir=place))
-        stalls.append(stall_of(folder, tensors, background, plans))
+        stalls.append(stall_of(folder, tensors, async_save))
         for name, work in works.items():
             if name.endswith("cold"):
                 forget(folder)
@@ -164,7 +161,7 @@ def measure(place: Path, hidden: int, rounds: int) -> dict:
             best[name] = [min(old, new) for old, new in zip(best[name], took, strict=True)]
         assert all(torch.equal(into[name], tensor) for name, tensor in tensors.items())
         shutil.rmtree(folder)
-    stall = {"first": stalls[0], "later": min(stalls[1:])}  # the first makes the plan
+    stall = {"first": stalls[0], "later": min(stalls[1:])}
     return {"bytes": size, "tensors": len(tensors), "seconds": best, "stall_seconds": stall}
 
 

@@ -8,29 +8,27 @@ counted is exact; CPU seconds are this machine's. Prints the table of docs/bench
 
 import argparse
 import json
-import pickle
 import resource
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
+from shardbook.axes import DP_REPLICATE, DP_SHARD
 from shardbook.model.causal_lm import build_model
 from shardbook.model.hub import INDEX
 from shardbook.model.stored import open_tensors
 from shardbook.model.weights import full_tensors, local_rows
-from shardbook.run.checkpoint import HYPERPARAMETERS
-from shardbook.run.save_plan import Planned, PlanOnce
+from shardbook.parallel.boxes import assign_writes
+from shardbook.run.checkpoint.save import nbytes_of, to_item
 
 SHAPE = {  # Llama-3.1-70B
     "hidden_size": 8192,
@@ -43,8 +41,6 @@ SHAPE = {  # Llama-3.1-70B
     "tie_word_embeddings": False,
 }
 FILES = 30  # as the hub has it
-SETTINGS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "capturable", "differentiable")
-SETTINGS += ("fused", "decoupled_weight_decay")  # what AdamW's groups hold: each was stored for each parameter
 
 
 class Cpu:
@@ -81,25 +77,18 @@ def fake_ranks(world: int) -> Iterator:
     """The mesh of each rank in turn."""
     for rank in range(world):
         dist.init_process_group("fake", rank=rank, world_size=world)
-        yield init_device_mesh("cpu", (world,))
+        yield init_device_mesh("cpu", (world,), mesh_dim_names=(DP_SHARD,))
         dist.destroy_process_group()
 
 
-def state_of(shapes: dict[str, torch.Size], mesh) -> dict:
-    """What `save_checkpoint` has in hand: parameters, the flat state of AdamW with its settings, the random state."""
-    state: dict = {}
+def state_of(shapes: dict[str, torch.Size], mesh) -> dict[str, torch.Tensor]:
+    """What a save has in hand: parameters and the state of AdamW, by their names."""
+    tensors: dict[str, torch.Tensor] = {f"model.{name}": shard(shape, mesh) for name, shape in shapes.items()}
     for name, shape in shapes.items():
-        state |= {f"state.{name}.{moment}": shard(shape, mesh) for moment in ("exp_avg", "exp_avg_sq")}
-        state[f"state.{name}.step"] = torch.zeros(())
-        state |= {f"param_groups.{name}.{setting}": 0.0 for setting in SETTINGS}
-    own = {f"own.{dist.get_rank()}": {"cpu": torch.get_rng_state()}}
-    return {"model": Sharded(shapes, mesh).tensors, "optimizer": state} | own
-
-
-def without_settings(tensors: dict) -> dict:
-    """What a checkpoint holds of them."""
-    kept = {name: value for name, value in tensors["optimizer"].items() if not name.startswith(HYPERPARAMETERS)}
-    return tensors | {"optimizer": kept}
+        tensors[f"optimizer.state.{name}.step"] = torch.zeros(())
+        for moment in ("exp_avg", "exp_avg_sq"):
+            tensors[f"optimizer.state.{name}.{moment}"] = shard(shape, mesh)
+    return tensors
 
 
 def count_loading(shapes: dict[str, torch.Size], world: int) -> None:
@@ -139,44 +128,17 @@ def count_loading(shapes: dict[str, torch.Size], world: int) -> None:
     print(f"| CPU seconds of a rank in opening and checking | {before.seconds:.2f} | {ours.seconds:.2f} |")
 
 
-def count_plans(shapes: dict[str, torch.Size], world: int) -> None:
-    """A plan as it was (settings stored, nothing reused), a run's first and a later one: of all ranks, of rank 0."""
-    kinds = ("every save, before", "first save", "later saves")
-    planners: dict[str, list] = {kind: [] for kind in kinds}
-    sent: dict[str, list[bytes]] = {kind: [] for kind in kinds}
-    local = dict.fromkeys(kinds, 0.0)
-    for mesh in fake_ranks(world):
+def count_items(shapes: dict[str, torch.Size], world: int) -> None:
+    """What each rank does at each save, beside reading and writing bytes: it lists its items."""
+    items, seconds = list[int](), list[float]()
+    for number, mesh in enumerate(fake_ranks(world)):
         tensors = state_of(shapes, mesh)
-        for kind in kinds:
-            with Cpu() as cpu:
-                if kind == kinds[0]:
-                    planner = DefaultSavePlanner()
-                    planner.set_up_planner(tensors)
-                elif kind == kinds[1]:
-                    planner = PlanOnce(without_settings(tensors), None)
-                else:
-                    planner = PlanOnce(without_settings(tensors), Planned(planner.asked, planner.asked, 0))
-                sent[kind].append(pickle.dumps(planner.create_local_plan()))
-            planner.state_dict = {}
-            planners[kind].append(planner)
-            local[kind] += cpu.seconds / world
-        del planners[kinds[0]][1:], planners[kinds[1]][1:], planners[kinds[2]][1:]
-    for kind in kinds:
-        planner = planners[kind][0]
-        if kind == kinds[2]:
-            planner.last = replace(planner.last, total_bytes=planners[kinds[1]][0].total_bytes)
-        with Cpu() as main:
-            plans = [pickle.loads(each) for each in sent[kind]]
-            items = sum(len(each.items) for each in plans)
-            plans, metadata = planner.create_global_plan(plans)
-            received = [len(pickle.dumps(each)) for each in plans]
-        volumes = (sum(map(len, sent[kind])), sum(received), len(pickle.dumps(metadata)))
-        row(kind, items, local[kind], main.seconds, *volumes)
-
-
-def row(kind: str, items: int, local: float, main: float, sent: int, received: int, metadata: int) -> None:
-    megabytes = " | ".join(f"{size / 1e6:.1f}" for size in (sent, received, metadata))
-    print(f"| {kind} | {items:,} | {local:.2f} | {main:.3f} | {megabytes} |", flush=True)
+        with Cpu() as cpu:
+            held = [(name, tensor, nbytes_of(tensor)) for name, tensor in tensors.items()]
+            names, _ = assign_writes(held, {DP_REPLICATE: 1, DP_SHARD: world}, number)
+            items.append(len([to_item(name, tensor) for name, tensor in tensors.items() if name in names]))
+        seconds.append(cpu.seconds)
+    print(f"| {world} | {len(tensors):,} | {max(items):,} | {sum(seconds) / world:.2f} |", flush=True)
 
 
 def count_export(shapes: dict[str, torch.Size], world: int) -> None:
@@ -206,18 +168,18 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--world", type=int, default=64)
     parser.add_argument("--layers", type=int, default=80)
-    parser.add_argument("--plans", action="store_true", help="count the plans of checkpoints alone")
+    parser.add_argument("--items", action="store_true", help="count the items of checkpoints alone")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     config = AutoConfig.for_model("llama", **(SHAPE | {"num_hidden_layers": asked.layers}))
     shapes = {name: p.shape for name, p in build_model(config, "fp32").named_parameters()}
     print(f"{len(shapes)} tensors, {sum(map(torch.Size.numel, shapes.values())) / 1e9:.1f} G parameters\n")
-    if not asked.plans:
+    if not asked.items:
         print("| | before | now |\n|---|---|---|")
         count_loading(shapes, asked.world)
         count_export(shapes, asked.world)
-    print("\n| | items | CPU s, a rank | CPU s, rank 0 | MB sent | MB returned | MB of metadata |\n|" + "---|" * 7)
-    count_plans(shapes, asked.world)
+    print("\n| ranks | tensors | items that a rank writes | CPU s, a rank |\n" + "|---" * 4 + "|")
+    count_items(shapes, asked.world)
     print(f"\npeak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.1f} GB")
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 from planted import replace
-from test_save_plan import save, start, state_of
+from test_checkpoint_save import save, start, state_of
 from world import losses, run_train, run_world, train_rank
 
-from shardbook.run.stored_items import list_checkpoints, read_stored, verify
+from shardbook.run.checkpoint.format import list_checkpoints, read_stored, verify
 
 SAVING = ("train.steps=4", "train.save_steps=2")
 
@@ -60,15 +60,15 @@ def test_without_a_fallback_or_a_whole_one_it_is_refused(recipe, straight):
 
 
 def of_two_kinds(words):
-    from shardbook.run import checkpoint
+    from shardbook.run.checkpoint import load
 
-    real, asked = checkpoint.state_kind, []
+    real, asked = load.state_kind, []
 
     def state_kind(*given):
         asked.append(real(*given))
         return asked[0] if len(asked) == 1 else "Lion"
 
-    checkpoint.state_kind = state_kind
+    load.state_kind = state_kind
     return train_rank(words)
 
 
@@ -96,7 +96,7 @@ def short_of_room(words):
     from types import SimpleNamespace
 
     from shardbook.run import directory
-    from shardbook.run.saver import predict_bytes
+    from shardbook.run.checkpoint.save import predict_bytes
 
     def usage(path):
         return SimpleNamespace(free=int(1.5 * needed[0]))
@@ -123,8 +123,8 @@ def attacked(folder, bug=None):
     import torch.distributed as dist
 
     from shardbook.ranks.distributed import start_distributed
-    from shardbook.run import checkpoint, item_storage
-    from shardbook.run.stored_items import Damaged, damaged
+    from shardbook.run.checkpoint import load as loading
+    from shardbook.run.checkpoint.format import Damaged, damaged
 
     start_distributed()
     bug and bug()
@@ -137,7 +137,7 @@ def attacked(folder, bug=None):
 
     def load(path):
         try:
-            checkpoint.load_checkpoint(path, sharded, optimizer)
+            loading.load_checkpoint(path, sharded, optimizer)
         except Damaged as error:
             return str(error)
         return ""
@@ -150,16 +150,16 @@ def attacked(folder, bug=None):
             flip(copy / files[number % 6], (number + 1) / 25)
         dist.barrier()
         told.append(load(copy))
-    real = item_storage.read_item
+    real = loading.read_item
 
     def lies(path, name, *given):
         if rank == 1:
             raise damaged(path, name, "read by rank 1")
         return real(path, name, *given)
 
-    item_storage.read_item = lies
+    loading.read_item = lies
     told.append(load(good))
-    item_storage.read_item = real
+    loading.read_item = real
     again = load(good) == "" and digest(sharded, optimizer) == wanted
     return told, again and torch.equal(torch.rand(1), drawn)
 
@@ -170,13 +170,55 @@ def test_what_one_rank_meets_all_ranks_are_told(tmp_path):
     assert good and also
 
 
+def of_two_causes(folder):
+    """Rank 0 meets damage while rank 1 has no memory: what each raises, and again with the ranks exchanged; then of an
+    error that cannot be sent as it is."""
+    import torch
+    import torch.distributed as dist
+
+    from shardbook.ranks.distributed import start_distributed
+    from shardbook.run.checkpoint import load as loading
+
+    class Unsent(RuntimeError):
+        def __init__(self, first, second):
+            super().__init__(f"{first} {second}")
+
+    start_distributed()
+    sharded, optimizer, advance = start()
+    advance(1)
+    path, real, raised = save(folder, 1, sharded, optimizer), loading.read_item, []
+    for error, rank in (
+        *((torch.OutOfMemoryError("no memory"), rank) for rank in range(2)),
+        (Unsent("gloo", "is closed"), 1),
+    ):
+
+        def read_item(path, name, *given, error=error, rank=rank):
+            if dist.get_rank() == rank:
+                raise error
+            raise loading.damaged(path, name, "flipped")
+
+        loading.read_item = read_item
+        try:
+            loading.load_checkpoint(path, sharded, optimizer)
+        except Exception as met:
+            raised.append(f"{type(met).__name__}: {met}")
+    loading.read_item = real
+    loading.load_checkpoint(path, sharded, optimizer)
+    return raised
+
+
+def test_damage_that_one_rank_meets_does_not_hide_what_another_lacks(tmp_path):
+    """Else a sound checkpoint would be gone back from, or removed."""
+    first, second = run_world(2, of_two_causes, tmp_path)
+    assert first[:2] == second[:2] == ["OutOfMemoryError: no memory"] * 2
+    assert (first[2], second[2]) == ("RuntimeError: Unsent: gloo is closed", "Unsent: gloo is closed")
+
+
 def each_rank_by_itself():
     """Planted bug: a rank that meets damage goes back alone."""
-    import functools
+    from shardbook.run.checkpoint import load
 
-    from shardbook.run import checkpoint
-
-    checkpoint.state_dict_loader.load = functools.partial(checkpoint.state_dict_loader.load, no_dist=True)
+    load.gather_results = lambda make, shared: [make()]
 
 
 @pytest.mark.slow
@@ -187,9 +229,9 @@ def test_a_rank_that_goes_back_alone_turns_it_red(tmp_path):
 
 def one_own_key():
     """Planted bug: the ranks' own states have one name, and one of them is stored."""
-    from shardbook.run import checkpoint
+    from shardbook.run.checkpoint import save
 
-    checkpoint._own_key = lambda: "own"
+    save.rank_key = lambda: "own"
 
 
 @pytest.mark.slow
@@ -243,10 +285,10 @@ def only_rank_0_looks():
     """Planted bug."""
     import torch.distributed as dist
 
-    from shardbook.run.item_storage import ItemWriter
+    from shardbook.run.checkpoint import save
 
-    real = ItemWriter.check_finite
-    ItemWriter.check_finite = lambda writer, *given: dist.get_rank() or real(writer, *given)
+    real = save.check_finite
+    save.check_finite = lambda *given: dist.get_rank() or real(*given)
 
 
 @pytest.mark.slow

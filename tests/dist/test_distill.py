@@ -28,7 +28,7 @@ from safetensors import safe_open
 from tiny import write_model
 from world import losses, metrics, run_train, run_world, train_rank
 
-from shardbook.run.stored_items import read_stored
+from shardbook.run.checkpoint.format import read_stored
 
 TEMPERATURE, RATIO = 2.0, 0.7
 

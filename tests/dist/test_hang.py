@@ -143,25 +143,26 @@ def test_a_stopped_rank_that_nobody_names_turns_it_red(recipe, tmp_path):
 def take_long():
     """The first step, a checkpoint and each evaluation take longer than the limit; no held-out micro-batch does."""
     from shardbook.optim import clip_gradients
-    from shardbook.run import checkpoint, prepare
+    from shardbook.run import prepare
+    from shardbook.run.checkpoint import save
 
-    save, sft, steps = checkpoint.state_dict_saver.save, prepare.build_objective("sft", None), []
+    list_items, sft, steps = save.items_to_write, prepare.build_objective("sft", None), []
 
     def clip_late(*words):
         steps.append(1)
         time.sleep((HANG_SECONDS + 1) * (len(steps) == 1))
         return clip_gradients(*words)
 
-    def save_late(*words, **named):
+    def save_late(*words):
         time.sleep(HANG_SECONDS + 1)
-        return save(*words, **named)
+        return list_items(*words)
 
     def score_late(model, *given):
         time.sleep(0 if model.training else 0.6 * HANG_SECONDS)
         return sft.terms(model, *given)
 
     replace(clip_gradients, clip_late)
-    checkpoint.state_dict_saver.save = save_late
+    save.items_to_write = save_late
     prepare.build_objective = lambda *given: dataclasses.replace(sft, terms=score_late)
 
 

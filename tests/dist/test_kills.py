@@ -10,7 +10,7 @@ import time
 import pytest
 from world import metrics, run_train, start_ranks
 
-from shardbook.run.stored_items import list_checkpoints, verify
+from shardbook.run.checkpoint.format import list_checkpoints, verify
 
 STEPS = 64
 SAVING = ("train.save_steps=1", "train.save_total_limit=2", "train.export=false", "data.eval_size=0")
@@ -66,8 +66,7 @@ def killed_in(phase, number, victim, folder):
     import torch.distributed as dist
 
     from shardbook.model.causal_lm import CausalLM
-    from shardbook.run import background, operations
-    from shardbook.run.item_storage import ItemWriter
+    from shardbook.run.checkpoint import async_save, disk, save
 
     match phase:
         case "forward":
@@ -87,14 +86,14 @@ def killed_in(phase, number, victim, folder):
         case "optimizer":
             before(torch.optim.AdamW, "step")
         case "stage":
-            before(background, "_copy")
-            before(ItemWriter, "check_finite")
+            before(async_save, "_copy")
+            before(save, "check_finite")
         case "write":
-            before(operations, "write")
+            before(disk, "write")
         case "publish":
-            before(operations, "rename", lambda old, new: new.name.startswith("step-"))
+            before(disk, "rename", lambda old, new: new.name.startswith("step-"))
         case "prune":
-            before(operations, "remove")
+            before(disk, "remove")
 
 
 def killed_at(dice, run, processes):
@@ -198,17 +197,14 @@ def test_killed_at_any_moment(recipe, straight, tmp_path, seed, mode):
 
 def moments_are_lost():
     """Planted bug: a resume begins the moments anew."""
-    from types import SimpleNamespace
-
-    import shardbook.run.checkpoint as checkpoint
+    from shardbook.run.checkpoint.load import ItemReader
 
     plan_nothing()
-    real = checkpoint.state_dict_loader.load
 
-    def load(tensors, **how):
-        real({key: value for key, value in tensors.items() if key != "optimizer"}, **how)
+    def read(reader, tensors):
+        real(reader, {name: tensor for name, tensor in tensors.items() if not name.startswith("optimizer.")})
 
-    checkpoint.state_dict_loader = SimpleNamespace(load=load)
+    real, ItemReader.read = ItemReader.read, read
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from tiny import write_model
 from toys import Scenario, Toy, train_toy
 from world import losses, metrics, run_world, train_rank
 
-from shardbook.run.stored_items import read_stored
+from shardbook.run.checkpoint.format import read_stored
 
 OURS, EIGHT = ("optim.name=adamw_bf16",), ("optim.name=adamw_8bit",)
 LOW = (*OURS, "precision.master=bf16")
@@ -62,7 +62,7 @@ def round_by_ranks(recipe, tiny, case, tmp_path):
 
     from shardbook.optim import adamw_bf16
 
-    adamw_bf16.shard_of = lambda parameter: dist.get_rank()
+    adamw_bf16.shard_number = lambda parameter: dist.get_rank()
     return run_cases(recipe, tiny, [case], tmp_path)
 
 
@@ -143,8 +143,8 @@ def train_eager(words):
 
 def saying_its_room(words):
     """What a run predicts of a checkpoint before it begins, and what each save asks the disk for."""
-    from shardbook.run.saver import predict_bytes
-    from shardbook.run.stored_items import begin
+    from shardbook.run.checkpoint.format import begin
+    from shardbook.run.checkpoint.save import predict_bytes
 
     def print_prediction(job):
         predicted = predict_bytes(job)

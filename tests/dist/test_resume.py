@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 from datetime import date
-from functools import partialmethod
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from tiny import CHATML
 from world import losses, metrics, run_train, run_world, train_rank
 
 from shardbook.run import directory
-from shardbook.run.stored_items import MANIFEST, newest_checkpoint
+from shardbook.run.checkpoint.format import MANIFEST, newest_checkpoint
 
 SAVING = ("train.steps=6", "train.save_steps=2", "optim.warmup_steps=2", "optim.lr_scheduler_type=linear")
 
@@ -72,9 +71,9 @@ def test_another_flash_attention_is_said(recipe, straight):
 
 def by_fa3(words):
     """A rank on which torch's flash attention is FA3, as facts have it; what a CPU computes is the same."""
-    import shardbook.run.checkpoint as checkpoint
+    from shardbook.run.checkpoint import load, save
 
-    checkpoint.current_flash = lambda: "FA3"
+    save.current_flash = load.current_flash = lambda: "FA3"
     return train_rank(words)
 
 
@@ -152,15 +151,12 @@ def test_what_is_saved_is_needed(recipe, straight):
 
 
 def lose_moments(words):
-    from types import SimpleNamespace
+    from shardbook.run.checkpoint.load import ItemReader
 
-    import shardbook.run.checkpoint as checkpoint
+    def read(reader, tensors):
+        before(reader, {name: tensor for name, tensor in tensors.items() if not name.startswith("optimizer.")})
 
-    def load(tensors, **how):
-        before({key: value for key, value in tensors.items() if key != "optimizer"}, **how)
-
-    before = checkpoint.state_dict_loader.load
-    checkpoint.state_dict_loader = SimpleNamespace(load=load)
+    before, ItemReader.read = ItemReader.read, read
     return train_rank(words)
 
 
@@ -221,13 +217,14 @@ def stop_in_a_long_phase(place, number, rank_that_is_told, words):
     """SIGTERM to one rank in the middle of the `number`th evaluation, samples or save."""
     import signal
 
-    from shardbook.run import evaluation, saver
+    from shardbook.run import evaluation
+    from shardbook.run.checkpoint import save
     from shardbook.run.generate import Generation
 
     owner, name = {
         "samples": (Generation, "_continue"),
         "evaluate": (evaluation, place),
-        "save_checkpoint": (saver, place),
+        "save_checkpoint": (save, place),
     }[place]
     before, calls = getattr(owner, name), []
 
@@ -291,16 +288,16 @@ def test_residuals_of_error_feedback_are_not_lost_in_silence(recipe, straight):
 
 def from_residuals(words):
     """A rank whose checkpoint holds what versions with error feedback kept."""
-    import shardbook.run.checkpoint as checkpoint
+    from shardbook.run.checkpoint import load
 
-    real = checkpoint.check_checkpoint
+    real = load.check_checkpoint
 
     def of_before(*given):
         stored, state = real(*given)
         stored.state["residual"] = ["blocks.0"]
         return stored, state
 
-    checkpoint.check_checkpoint = of_before
+    load.check_checkpoint = of_before
     return train_rank(words)
 
 
@@ -354,7 +351,7 @@ def test_a_damaged_checkpoint_is_named(recipe, straight, tmp_path, file, damage)
     ids=["load", "save", "save at once"],
 )
 def test_out_of_memory_on_another_rank_is_explained_and_no_checkpoint_blamed(recipe, straight, words):
-    """On rank 1, where DCP reads or writes: both ranks hear of it through DCP."""
+    """On rank 1, where it reads, lists or writes its items: both ranks raise it."""
     source = straight / "checkpoints" / "step-000004"
     words = [word.format(source) for word in words]
     name, alone = f"no-memory-{len(words)}", ("run.lost_seconds=0", "run.hang_seconds=0")  # nor by the heartbeat, first
@@ -368,23 +365,24 @@ def test_out_of_memory_on_another_rank_is_explained_and_no_checkpoint_blamed(rec
 def without_memory(words):
     import torch.distributed as dist
 
-    from shardbook.run.background import StagingWriter
-    from shardbook.run.item_storage import ItemReader, ItemWriter
+    from shardbook.run.checkpoint import save
+    from shardbook.run.checkpoint.load import ItemReader
 
     def refuse(real, *given):
         if dist.get_rank() == 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
         return real(*given)
 
-    for owner, method in (
-        (ItemReader, "read_data"),
-        (ItemWriter, "write_data"),
-        (StagingWriter, "write_data"),
+    for owner, name in (
+        (ItemReader, "read"),
+        (save, "write_finite") if "train.async_save=false" in words else (save, "assign_writes"),
     ):
-        setattr(
-            owner, method, partialmethod(lambda self, real, *given: refuse(real, self, *given), getattr(owner, method))
-        )
+        setattr(owner, name, wraps(refuse, getattr(owner, name)))
     return train_rank(words)
+
+
+def wraps(refuse, real):
+    return lambda *given: refuse(real, *given)
 
 
 def test_a_checkpoint_of_an_earlier_version_is_refused(recipe, straight, tmp_path):
@@ -421,15 +419,12 @@ def test_a_disk_that_is_full_is_said(recipe, place):
 
 
 def save_to_a_full_disk(place, words):
-    import shardbook.run.checkpoint as checkpoint
+    from shardbook.run.checkpoint import save
 
-    def save(*anything, **named):
+    def full(*anything, **named):
         raise OSError(28, "No space left on device")
 
-    if place == "tensors":
-        checkpoint.state_dict_saver.save = save
-    else:
-        checkpoint._facts = save  # asked of rank 0 alone, when tensors are written
+    setattr(save, {"tensors": "assign_writes", "state": "state_facts"}[place], full)
     return train_rank(words)
 
 

@@ -10,7 +10,6 @@ import torch
 from cases import DECAY, RATE, TOLERANCE, documents_of_steps, relative_error
 from safetensors.torch import load_file
 from tensor_cases import write_models
-from torch.distributed.checkpoint import state_dict_loader
 from world import losses, metrics, run_train, run_world, train_rank
 
 SAVING = ("train.steps=5", "train.save_steps=2", "optim.eps=1e-3", "train.eval_steps=2")
@@ -57,9 +56,8 @@ def straight(recipe):
 
 def saved_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     """All of model and optimizer in a checkpoint, whole, without ranks."""
-    from shardbook.run.checkpoint import checkpoint_shapes, read_parameters
-    from shardbook.run.item_storage import ItemReader
-    from shardbook.run.stored_items import read_stored
+    from shardbook.run.checkpoint.format import read_stored
+    from shardbook.run.checkpoint.load import ItemReader, checkpoint_shapes, read_parameters
 
     weights = dict(read_parameters(checkpoint, checkpoint_shapes(checkpoint)))
     items = read_stored(checkpoint).items
@@ -69,31 +67,39 @@ def saved_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
         for item in rows
         if item.name.startswith("optimizer.")
     }
-    state_dict_loader.load(moments, storage_reader=ItemReader(checkpoint, items), no_dist=True)
+    ItemReader(checkpoint, items).read(moments)
     assert len(moments) == 3 * len(weights), "two moments and a count of each parameter"
     return weights | moments
 
 
-def move(words: list[str], recipe: Path, source: Path, out: Path) -> None:
-    """On each rank: load a checkpoint and save what was loaded, to `out`."""
+def lay_out(words: list[str], recipe: Path) -> tuple:
+    """On each rank: a recipe's model under its stage, with its optimizer; nothing is loaded."""
     from shardbook.model.families import load_config
     from shardbook.model.laid_out import build_adapted
     from shardbook.parallel.layout import build_layout
     from shardbook.parallel.mesh import build_mesh
     from shardbook.parallel.sharding import apply_stage
-    from shardbook.ranks.distributed import start_distributed
     from shardbook.recipe import load_recipe, resolve_precision
     from shardbook.run.build import allocate_state
-    from shardbook.run.checkpoint import load_checkpoint, save_checkpoint
 
-    ranks = start_distributed()
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     settings = resolve_precision(load_recipe(recipe, words), "cpu")
     config = load_config(settings.model, Path(settings.model.path), settings.data.max_length)
-    model = build_adapted(settings, config, rank=ranks.rank, world_size=ranks.world_size)
-    parts, world = (model, model.parts, model.blocks), (ranks.world_size, ranks.ranks_per_node)
-    layout = build_layout(settings.parallel, settings.precision, *parts, *world)
+    model = build_adapted(settings, config, rank=rank, world_size=world_size)
+    parts, more = (model, model.parts, model.blocks), {"offload": settings.offload}
+    layout = build_layout(settings.parallel, settings.precision, *parts, world_size, world_size, **more)
     sharded = apply_stage(model, layout, build_mesh(layout.sizes, "cpu"))
-    optimizer = allocate_state(model, sharded, settings.optim, ranks.device)
+    return sharded, allocate_state(model, sharded, settings.optim, torch.device("cpu"))
+
+
+def move(words: list[str], recipe: Path, source: Path, out: Path) -> None:
+    """On each rank: load a checkpoint and save what was loaded, to `out`."""
+    from shardbook.ranks.distributed import start_distributed
+    from shardbook.run.checkpoint.load import load_checkpoint
+    from shardbook.run.checkpoint.save import save_checkpoint
+
+    start_distributed()
+    sharded, optimizer = lay_out(words, recipe)
     state, _ = load_checkpoint(source, sharded, optimizer)
     save_checkpoint(out, sharded, optimizer, state, 0)
 

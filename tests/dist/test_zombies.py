@@ -14,7 +14,7 @@ import pytest
 from test_kills import SAVING, SECONDS, count_rows, launch, plan_nothing
 from world import losses, run_train
 
-from shardbook.run.stored_items import list_checkpoints, verify
+from shardbook.run.checkpoint.format import list_checkpoints, verify
 
 STEPS = 6
 WORDS = (f"train.steps={STEPS}", *SAVING)
@@ -27,18 +27,18 @@ def straight(recipe):
 
 def asleep(rank, name, step, bug=None):
     """The rank stops just before the operation `name` of the checkpoint of `step`."""
-    from shardbook.run import operations
+    from shardbook.run.checkpoint import disk
 
     plan_nothing()
     bug and bug()
-    real = getattr(operations, name)
+    real = getattr(disk, name)
 
     def sleeps(*paths):
         if os.environ["RANK"] == str(rank) and f"{step:06d}" in str(paths[0].parent if name == "create" else paths[-1]):
             os.kill(os.getpid(), signal.SIGSTOP)
         return real(*paths)
 
-    setattr(operations, name, sleeps)
+    setattr(disk, name, sleeps)
 
 
 def wait_stopped(process):
@@ -105,9 +105,9 @@ def test_a_rank_that_wakes_up_changes_nothing(recipe, straight, tmp_path, name):
 
 def published_files_are_written():
     """Planted bug: a rank writes into the checkpoint itself, and opens files anew, as DCP does."""
-    from shardbook.run import operations
+    from shardbook.run.checkpoint import disk
 
-    real = operations.create
+    real = disk.create
 
     def create(path):
         published = path.parents[1] / f"step-{path.parent.name.split('-')[1]}" / path.name
@@ -115,7 +115,7 @@ def published_files_are_written():
             return os.open(published, os.O_WRONLY | os.O_TRUNC)
         return real(path)
 
-    operations.create = create
+    disk.create = create
 
 
 @pytest.mark.slow
@@ -129,18 +129,18 @@ def test_a_published_file_that_is_written_turns_it_red(recipe, tmp_path):
 
 def unanswered():
     """Rank 1's thread waits for its disk for ever."""
-    from shardbook.run import background, operations
+    from shardbook.run.checkpoint import async_save, disk
 
     plan_nothing()
-    background.WRITE_SECONDS = 3
-    real = operations.sync
+    async_save.WRITE_SECONDS = 3
+    real = disk.sync
 
     def sync(file):
         while os.environ["RANK"] == "1" and threading.current_thread().name.startswith("checkpoint"):
             time.sleep(1)
         real(file)
 
-    operations.sync = sync
+    disk.sync = sync
 
 
 def test_a_disk_that_never_answers_is_named_and_ends_the_run(recipe, tmp_path):
@@ -171,10 +171,10 @@ def small_disk(tmp_path):
 
 def filled(rank, number, folder):
     """Just before the rank's write of that number another program takes all that is free on the disk."""
-    from shardbook.run import operations
+    from shardbook.run.checkpoint import disk
 
     plan_nothing()
-    real, count = operations.write, []
+    real, count = disk.write, []
 
     def write(file, data):
         count.append(1)
@@ -187,7 +187,7 @@ def filled(rank, number, folder):
                     pass
         real(file, data)
 
-    operations.write = write
+    disk.write = write
 
 
 @pytest.mark.parametrize(

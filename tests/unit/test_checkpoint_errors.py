@@ -1,20 +1,16 @@
 """What goes wrong while a checkpoint is read or written is called what it is."""
 
-from traceback import StackSummary
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import DefaultSavePlanner, state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from shardbook.ranks import exits
 from shardbook.ranks.exits import RunFailed, report_error
 from shardbook.recipe import RecipeError
-from shardbook.run.checkpoint import _writable, checkpoint_shapes, read_parameters
-from shardbook.run.item_storage import ItemWriter
-from shardbook.run.stored_items import begin, publish
+from shardbook.run.checkpoint import load
+from shardbook.run.checkpoint.format import Damaged, begin, publish, read_stored
+from shardbook.run.checkpoint.load import ItemReader, checkpoint_shapes, read_parameters
+from shardbook.run.checkpoint.save import _writable, to_item, write_finite
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(3, dtype=torch.bfloat16), "none": torch.zeros(0, 4)}
 LOST = "[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:2011"
@@ -29,28 +25,18 @@ ELSEWHERE = {
 }
 
 
-def of_rank_1(error):
-    """As DCP reports it where rank 0 met something of its own."""
-    nothing = StackSummary()
-    return CheckpointException("load", {0: (EOFError("cut"), nothing), 1: (error, nothing)})
-
-
 @pytest.fixture
 def checkpoint(tmp_path):
-    path = tmp_path / "step-000002"
     state = {
         "step": 2,
         "tokens": 1,
         "loader": {},
         "shapes": {name: [*tensor.shape] for name, tensor in TENSORS.items()},
     }
-
-    def finish(side, written):
-        publish(side, 2, state, written, keep=0, check_held=lambda: None)
-
-    writer = ItemWriter(path, 0, lambda: begin(tmp_path, 2, needed=1), finish)
-    state_dict_saver.save({"model": TENSORS}, storage_writer=writer, planner=DefaultSavePlanner(), no_dist=True)
-    return path
+    side = begin(tmp_path, 2, needed=1)
+    items = [to_item(f"model.{name}", tensor) for name, tensor in TENSORS.items()]
+    publish(side, 2, state, write_finite(tmp_path, side, 0, items), keep=0, check_held=lambda: None)
+    return tmp_path / "step-000002"
 
 
 def read(path):
@@ -69,50 +55,57 @@ def test_every_kind_of_tensor_is_read(checkpoint):
     assert all(torch.equal(found[name], tensor.float()) for name, tensor in TENSORS.items())
 
 
-@pytest.mark.parametrize("wrap", [lambda error: error, of_rank_1], ids=["here", "rank 1"])
 @pytest.mark.parametrize("name", ELSEWHERE)
-def test_what_no_file_is_to_blame_for_is_called_what_it_is(name, wrap, checkpoint, monkeypatch, capsys):
+def test_what_no_file_is_to_blame_for_is_called_what_it_is(name, checkpoint, monkeypatch, capsys):
     planted = ELSEWHERE[name]
 
-    def load(*given, **more):
-        raise wrap(planted)
+    def read_item(*given):
+        raise planted
 
-    monkeypatch.setattr(state_dict_loader, "load", load)
+    monkeypatch.setattr(load, "read_item", read_item)
     with pytest.raises(type(planted)) as met:
         read(checkpoint)
     said = last_line(met.value, monkeypatch, capsys)
     assert met.value is planted and "damaged" not in said and "remove it" not in said
     assert ("another rank ended" if name == "peer" else str(planted)) in said
     with pytest.raises(type(planted)) as met, _writable(checkpoint):
-        raise wrap(planted)
+        raise planted
     assert met.value is planted and "cannot be written" not in last_line(met.value, monkeypatch, capsys)
 
 
 @pytest.mark.parametrize("error", [EOFError("cut"), KeyError("a"), RuntimeError("unexpected pos 64 vs 0")])
 def test_what_a_file_is_to_blame_for_stays_so(error, checkpoint, monkeypatch):
-    def load(*given, **more):
-        raise CheckpointException("load", {0: (error, StackSummary())})
+    def read_item(*given):
+        raise error
 
-    monkeypatch.setattr(state_dict_loader, "load", load)
-    with pytest.raises(RecipeError, match=rf"damaged \({type(error).__name__}: "):
+    monkeypatch.setattr(load, "read_item", read_item)
+    with pytest.raises(Damaged, match=rf"damaged \({type(error).__name__}: "):
         read(checkpoint)
+
+
+def test_what_no_item_has_is_not_left_as_it_was(checkpoint):
+    """A tensor that is absent, one of another shape, and one of which a part is absent or there twice."""
+    for name, shape, said in (
+        ("c", [1], r"model.c: it has 0 of 1 elements"),
+        ("a", [3, 3], r"rank-0.bin: model.a: of shape \[2, 3\], here \[3, 3\]"),
+    ):
+        with pytest.raises(Damaged, match=rf"damaged \({said}\)"):
+            dict(read_parameters(checkpoint, {name: torch.Size(shape)}))
+    rows = read_stored(checkpoint).items["rank-0.bin"]
+    for items, count in (([rows[0]._replace(sizes=[1, 3])], 3), ([rows[0], rows[0]], 12)):
+        with pytest.raises(Damaged, match=rf"model.a: it has {count} of 6 elements"):
+            ItemReader(checkpoint, {"rank-0.bin": items}).read({"model.a": torch.empty(2, 3)})
 
 
 @pytest.mark.parametrize(
     "error, raised, said",
     [
         (ELSEWHERE["device memory"], torch.OutOfMemoryError, "CUDA out of memory"),
-        (
-            OSError(28, "No space left on device"),
-            RunFailed,
-            r"cannot be written \(OSError: .*No space",
-        ),
+        (RunFailed("another has it"), RunFailed, "^another has it"),
+        (RecipeError("refused"), RecipeError, "^refused"),
+        (OSError(28, "No space left on device"), RunFailed, r"cannot be written \(OSError: .*No space"),
     ],
 )
-def test_a_writer_that_fails_inside_dcp(error, raised, said, tmp_path, monkeypatch):
-    def write_data(*given):
-        raise error
-
-    monkeypatch.setattr(FileSystemWriter, "write_data", write_data)
+def test_a_writer_that_fails(error, raised, said, tmp_path):
     with pytest.raises(raised, match=said), _writable(tmp_path / "step-000001"):
-        state_dict_saver.save({"model": TENSORS}, checkpoint_id=tmp_path / "step-000001", no_dist=True)
+        raise error

@@ -16,9 +16,9 @@ from shardbook.model import flash
 from shardbook.model.laid_out import World
 from shardbook.recipe import load_recipe
 from shardbook.run import directory
-from shardbook.run.checkpoint import other_bits
+from shardbook.run.checkpoint.format import StoredCheckpoint
+from shardbook.run.checkpoint.load import other_bits
 from shardbook.run.prepare import lay_out_run
-from shardbook.run.stored_items import StoredCheckpoint
 
 GPU = torch.device("cuda")
 MODULES = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute.interface"}

@@ -273,6 +273,24 @@ def test_rooms_stay_small():
     assert story.end_lineno - story.lineno + 1 <= 80
 
 
+def walk_of_a_save() -> set[str]:
+    """The story, and the files in which a save lists, cuts, copies, writes and publishes tensors."""
+    rooms, walk, files = ("run/checkpoint/", "parallel/boxes.py"), {"train.py"}, ["run/checkpoint/save.py"]
+    while files:
+        walk.add(file := files.pop())
+        files += [each for each in imported_files(file) - walk if each.startswith(rooms) and TREES[each].body[1:]]
+    return walk
+
+
+def test_a_save_walks_through_few_files():
+    assert "run/checkpoint/save.py" in imported_files("train.py") and len(walk_of_a_save()) <= 6, walk_of_a_save()
+
+
+def test_torchs_distributed_checkpoint_is_not_used():
+    """A checkpoint's files, and who writes what of them, are our own."""
+    assert [name for name, path in modules().items() if "torch.distributed.checkpoint" in path.read_text()] == []
+
+
 ROOT = Path(__file__).parents[2]
 PAGES = [
     "README.md",

@@ -16,7 +16,7 @@ from shardbook.objectives import Objective
 from shardbook.ranks.exits import RunFailed
 from shardbook.ranks.signals import StopFlag
 from shardbook.recipe import Recipe, Train
-from shardbook.run.checkpoint import TrainState
+from shardbook.run.checkpoint.format import TrainState
 from shardbook.run.log import step_log
 from shardbook.run.log.console import Console
 from shardbook.run.log.step_log import DeviceEvent, StepLog, StepTimer

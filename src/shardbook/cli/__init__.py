@@ -144,7 +144,7 @@ def main(words: list[str] | None = None) -> int:
             case "export":
                 return run_export(asked.run, asked.checkpoint, asked.out, asked.dtype, asked.merge)
             case "verify":
-                from shardbook.run.verify import verify_run
+                from shardbook.run.checkpoint.format import verify_run
 
                 return verify_run(asked.run)
             case "push":

@@ -21,13 +21,14 @@ from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
-from shardbook.arithmetic import ceil_div
 from shardbook.model.export_files import choose_padding, write_generation
 from shardbook.model.file_names import FileNames
 from shardbook.model.hub import INDEX
 from shardbook.model.nf4 import ABSMAX, PACKED, fill_rows
 from shardbook.model.stored import FLOATS, open_tensors
+from shardbook.parallel.boxes import local_box
 from shardbook.parallel.layout import DTYPES
+from shardbook.parallel.tensor import local_part
 from shardbook.parallel.units import GLOBAL_SHAPES
 from shardbook.paths import whole_directory
 from shardbook.recipe import RecipeError
@@ -195,27 +196,12 @@ def init_weights(model: nn.Module, seed: int, only: str = "") -> None:
 
 
 def local_slices(parameter: Tensor) -> tuple[Tensor, slice, slice | None]:
-    """Returns this rank's part of a parameter, and decides which rows, and which columns of these (None: all), the rank
-    reads from the weights files and writes to them.
-
-    Each mesh axis that shards splits as torch.chunk does: ceil(n / N) each, the last ranks fewer or none. The innermost
-    axis splits the full tensor, the next one its parts: fully_shard comes after tensor parallel.
-    """
-    if not isinstance(parameter, DTensor):
-        return parameter, slice(0, len(parameter)), None
-    mesh, held = parameter.device_mesh, [range(size) for size in parameter.shape]
-    for axis in reversed(range(mesh.ndim)):
-        placement: Any = parameter.placements[axis]
-        if placement.is_replicate():
-            continue
-        here = held[placement.dim]
-        each = ceil_div(len(here), mesh.size(axis))
-        start = each * mesh.get_local_rank(axis)
-        held[placement.dim] = here[start : start + each]
-    local = parameter.to_local()
-    assert [len(each) for each in held] == list(local.shape), f"DTensor split {tuple(parameter.shape)} in another way"
-    rows, *more = [slice(each.start, each.stop) for each in held]
-    return local, rows, more[0] if more and len(held[1]) < parameter.shape[1] else None
+    """Returns this rank's part of a parameter with its box's rows, and the columns of these (None: all), which the rank
+    reads from the weights files and writes to them."""
+    box = local_box(parameter)
+    rows, *others = box.slices
+    columns = others[0] if others and box.sizes[1] < box.shape[1] else None
+    return local_part(parameter), rows, columns
 
 
 def local_rows(parameter: Tensor) -> tuple[Tensor, slice]:

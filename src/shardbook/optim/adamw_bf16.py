@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shardbook.comm.fused import fused
 from shardbook.optim.elementwise import local_values, send_numbers
+from shardbook.parallel.boxes import shard_number
 from shardbook.parallel.units import GLOBAL_SHAPES
 
 PIECE = 2**24  # elements that are stepped at once: the noise of no more than these is held
@@ -60,7 +60,7 @@ class AdamWBf16(torch.optim.Optimizer):
                 if (which, step) not in coefficients:
                     coefficients[which, step] = send_numbers(coefficients_of(group, step), parameter.device)
                 tensors = [parameter, parameter.grad, *(state[name] for name in MOMENTS)]
-                key = noise_seed(self.seed, step, number, shard_of(parameter))
+                key = noise_seed(self.seed, step, number, shard_number(parameter))
                 step_shard([local_values(tensor).view(-1) for tensor in tensors], coefficients[which, step], key)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -93,17 +93,6 @@ def coefficients_of(group: dict[str, Any], step: int) -> Tensor:
 def noise_seed(*facts: int) -> int:
     """Returns 64 bits that depend on all of `facts`: of a CPU's generator the lower 32 count, so they are hashed."""
     return int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:8], "little")
-
-
-def shard_of(parameter: Tensor) -> int:
-    """Returns the number of this rank's shard: the same on replicas, which must round alike."""
-    number = 0
-    if isinstance(parameter, DTensor):
-        mesh = parameter.device_mesh
-        for dim, placement in enumerate(parameter.placements):
-            if not placement.is_replicate():
-                number = number * mesh.size(dim) + mesh.get_local_rank(dim)
-    return number
 
 
 def step_shard(flat: list[Tensor], coefficients: Tensor, seed: int) -> None:

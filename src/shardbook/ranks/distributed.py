@@ -6,6 +6,7 @@ host-side sums and checkpoints never touch the device stream). Knows nothing of 
 
 import contextlib
 import os
+import pickle
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +36,8 @@ from shardbook.ranks.settings import (
 from shardbook.recipe import RecipeError, first_line
 
 T = TypeVar("T")
-SHARED_ERRORS = (RecipeError, RunFailed, OSError)  # of one rank they are raised on all
+Shared = tuple[type[Exception], ...]
+SHARED_ERRORS: Shared = (RecipeError, RunFailed, OSError)  # of one rank they are raised on all
 TIMEOUT = timedelta(minutes=30)  # rank 0 may convert weights or tokenize while the others wait
 CONNECT_TIMEOUT = timedelta(minutes=1)  # gloo tries for five times this long
 LATER_SECONDS = 60  # by which NCCL's limit is above that of a hang: a rank that NCCL ends names no reason
@@ -207,44 +209,64 @@ def begin_sum(*values: float) -> Callable[[], list[float]]:
     return wait
 
 
-def broadcast_from_main(make: Callable[[], T]) -> T:
-    """Returns on every rank the result of `make` on rank 0; raises its RecipeError, RunFailed or OSError on every rank:
-    else the others would wait for a rank that has left. Collective."""
-    result = _result_or_error(make) if dist.get_rank() == 0 else None
+def broadcast_from_main(make: Callable[[], T], shared: Shared = SHARED_ERRORS) -> T:
+    """Returns on every rank the result of `make` on rank 0; raises its error, where that is one of `shared`, on every
+    rank: else the others would wait for a rank that has left. Collective."""
+    result = _result_or_error(make, shared) if dist.get_rank() == 0 else None
     box: list[Any] = [_to_send(result)]
     dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-    if isinstance(box[0], SHARED_ERRORS):
-        raise result if isinstance(result, SHARED_ERRORS) else box[0]  # its own where it arose, with its traceback
+    if isinstance(box[0], shared):
+        raise result if isinstance(result, shared) else box[0]  # its own where it arose, with its traceback
     return cast(T, box[0])
 
 
 def agree(make: Callable[[], T]) -> T:
-    """Returns this rank's result of `make`; where it raised RecipeError, RunFailed or OSError on any rank, every rank
-    raises its own, or the first: else the others would wait for a rank that has left. Collective."""
-    result = _result_or_error(make)
-    _share_error(result if isinstance(result, SHARED_ERRORS) else None)
-    return cast(T, result)
+    """Returns this rank's result of `make`, which need not be sent; raises as `gather_results` does. Collective."""
+    results = list[T]()
+    gather_results(lambda: results.append(make()))
+    return results[0]
 
 
 def _share_error(error: Exception | None) -> None:
-    """Raises this rank's `error`, or the first that another rank has; nothing where none has one. Collective."""
-    everyone: list[Exception | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, _to_send(error))
-    if first := next(filter(None, everyone), None):
-        raise error or first  # its own where it arose, with its traceback
+    """Raises as `gather_results` does where this rank, or another one, has an `error`. Collective."""
+
+    def raise_own() -> None:
+        if error:
+            raise error
+
+    gather_results(raise_own)
 
 
-def _result_or_error(make: Callable[[], T]) -> T | Exception:
+def gather_results(make: Callable[[], T], shared: Shared = SHARED_ERRORS) -> list[T]:
+    """Returns every rank's result of `make`; where it raised one of `shared` on any rank, every rank raises: else the
+    others would wait for a rank that has left. Of errors of several ranks it is the first that is no RecipeError, since
+    what one rank refuses may be another's failure, or the first. Collective."""
+    result = _result_or_error(make, shared)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, _to_send(result))
+    if failed := [rank for rank, each in enumerate(everyone) if isinstance(each, shared)]:
+        first = min(failed, key=lambda rank: isinstance(everyone[rank], RecipeError))
+        is_alike = first == dist.get_rank() or type(result) is type(everyone[first])
+        raise result if is_alike and isinstance(result, shared) else everyone[first]  # its own with its traceback
+    return everyone
+
+
+def _result_or_error(make: Callable[[], T], shared: Shared) -> T | Exception:
     try:
         return make()
-    except SHARED_ERRORS as error:
+    except shared as error:
         return error
 
 
 def _to_send(result: Any) -> Any:
-    """Returns what another process can read of `result`: OSErrors of libraries may not be copied."""
+    """Returns what another process can read of `result`: errors of libraries may not be copied."""
     if isinstance(result, OSError):
         return OSError(result.errno, result.strerror, result.filename) if result.errno else OSError(str(result))
+    if isinstance(result, Exception) and not isinstance(result, SHARED_ERRORS):
+        try:
+            pickle.loads(pickle.dumps(result))
+        except Exception:  # whatever its class raises when it is copied
+            return RuntimeError(f"{type(result).__name__}: {first_line(result)}")
     return result
 
 

@@ -32,8 +32,8 @@ from shardbook.ranks.distributed import broadcast_from_main, leave_hangs_in
 from shardbook.ranks.exits import RunFailed
 from shardbook.recipe import Recipe, RecipeError, Run, dump_recipe, first_line, flatten_recipe
 from shardbook.recipe.gone import GONE, find_gone
-from shardbook.run.operations import sync_directory
-from shardbook.run.stored_items import in_gb, list_checkpoints, newest_checkpoint, remove_leftovers, step_of
+from shardbook.run.checkpoint.disk import sync_directory
+from shardbook.run.checkpoint.format import in_gb, list_checkpoints, newest_checkpoint, remove_leftovers, step_of
 from shardbook.terminal import print_line
 
 DAY = "chat_template_date"  # in run.json, and in the recipe's [data]

@@ -26,10 +26,10 @@ from shardbook.model.weights import (
 )
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.recipe import Recipe, RecipeError
-from shardbook.run.checkpoint import checkpoint_shapes, read_parameters
+from shardbook.run.checkpoint.format import name_of, newest_checkpoint
+from shardbook.run.checkpoint.load import checkpoint_shapes, read_parameters
 from shardbook.run.directory import read_facts
 from shardbook.run.prompts import find_learned_stops
-from shardbook.run.stored_items import name_of, newest_checkpoint
 from shardbook.terminal import print_line
 
 

@@ -4,11 +4,11 @@ from pathlib import Path
 
 from shardbook.model.laid_out import World
 from shardbook.recipe import Recipe
+from shardbook.run.checkpoint.format import newest_checkpoint
 from shardbook.run.job_summary import describe_job
 from shardbook.run.log.console import Console
 from shardbook.run.preflight import check_run
 from shardbook.run.prepare import lay_out_run, prepare_job
-from shardbook.run.stored_items import newest_checkpoint
 from shardbook.terminal import readable_bytes
 
 

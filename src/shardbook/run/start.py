@@ -19,10 +19,10 @@ from shardbook.model.weights import SCORE, init_weights, load_buffers, load_weig
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.ranks.distributed import broadcast_from_main
 from shardbook.recipe import Recipe, RecipeError
-from shardbook.run.checkpoint import TrainState, check_checkpoint, load_checkpoint, other_bits
+from shardbook.run.checkpoint.format import WAY_OUT, Damaged, TrainState, list_checkpoints
+from shardbook.run.checkpoint.load import check_checkpoint, load_checkpoint, other_bits
 from shardbook.run.prepare import Job
 from shardbook.run.reference import Reference
-from shardbook.run.stored_items import WAY_OUT, Damaged, list_checkpoints
 from shardbook.run.teacher import fill_teacher
 from shardbook.terminal import print_line
 

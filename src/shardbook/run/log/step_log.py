@@ -26,7 +26,7 @@ from shardbook.ranks.distributed import Ranks
 from shardbook.ranks.exits import RunFailed
 from shardbook.ranks.signals import StopFlag
 from shardbook.recipe import flatten_recipe
-from shardbook.run.checkpoint import TrainState
+from shardbook.run.checkpoint.format import TrainState
 from shardbook.run.directory import RunDirectory
 from shardbook.run.log.console import Console
 from shardbook.run.log.memory import memory_metrics, peak_metrics

@@ -12,7 +12,7 @@ import time
 import pytest
 from world import losses, run_train, run_world, train_rank
 
-from shardbook.run.stored_items import list_checkpoints, verify
+from shardbook.run.checkpoint.format import list_checkpoints, verify
 
 SAVING = ("train.steps=6", "train.save_steps=2", "train.export=false")
 ASYNC = "train.async_save=true"
@@ -25,17 +25,17 @@ def waited(recipe):
 
 def slowly(words, bug=None):
     """A rank whose disk takes longer than a step. It says when its buffer was made."""
-    from shardbook.run import background, operations
+    from shardbook.run.checkpoint import async_save, disk
 
-    real, make, begin, seen = operations.write, background.page_buffer, background.Background.begin, []
-    background.page_buffer = lambda size, pin: (seen.append("made"), make(size, pin))[1]
-    background.Background.begin = lambda *given: (seen.append("begun"), begin(*given))[1]
+    real, make, begin, seen = disk.write, async_save.page_buffer, async_save.AsyncSave.begin, []
+    async_save.page_buffer = lambda size, pin: (seen.append("made"), make(size, pin))[1]
+    async_save.AsyncSave.begin = lambda *given: (seen.append("begun"), begin(*given))[1]
 
     def write(file, data):
         time.sleep(0.05)
         real(file, data)
 
-    operations.write = write
+    disk.write = write
     bug and bug()
     code, said, error = train_rank(words)
     return code, f"{said}{' '.join(seen)}", error
@@ -57,7 +57,7 @@ def timeless(state):
 
 @pytest.mark.parametrize("mode", ["true", "wait"])
 def test_it_is_bit_for_bit_the_one_that_would_be_waited_for(mode, recipe, waited):
-    name, words = f"background-{mode}", [*SAVING, f"train.async_save={mode}"]
+    name, words = f"async-{mode}", [*SAVING, f"train.async_save={mode}"]
     results = run_world(2, slowly, [str(recipe), f"run.name={name}", *words])
     assert [code for code, _, _ in results] == [0, 0], results
     assert all(said.endswith("made begun begun begun") for _, said, _ in results), results  # before a step waits for it
@@ -72,10 +72,10 @@ def test_it_is_bit_for_bit_the_one_that_would_be_waited_for(mode, recipe, waited
 def copying_slowly(seconds, words, bug=None):
     """A rank whose copy of what is saved ends after the next step has begun, unless that does not begin for so many
     `seconds`. It says in which order steps began and a copy ended."""
-    from shardbook.run import background
+    from shardbook.run.checkpoint import async_save
     from shardbook.run.log.step_log import StepLog
 
-    copy, begin, stepped, seen = background.StagingWriter.copy, StepLog.begin, threading.Event(), []
+    copy, begin, stepped, seen = async_save.StagedItems.copy, StepLog.begin, threading.Event(), []
 
     def copies(*given):
         stepped.wait(seconds)
@@ -88,7 +88,7 @@ def copying_slowly(seconds, words, bug=None):
             stepped.set()
         begin(self, batch)
 
-    background.StagingWriter.copy, StepLog.begin = copies, begins
+    async_save.StagedItems.copy, StepLog.begin = copies, begins
     bug and bug()
     code, _, error = train_rank(words)
     return code, " ".join(seen), error
@@ -96,10 +96,10 @@ def copying_slowly(seconds, words, bug=None):
 
 def the_wait_is_gone():
     """Planted bug: the next step waits for nothing."""
-    from shardbook.run import background
+    from shardbook.run.checkpoint import async_save
 
-    made = background.Background.__post_init__
-    background.Background.__post_init__ = lambda self: (setattr(self, "waits", False), made(self))[1]
+    made = async_save.AsyncSave.__post_init__
+    async_save.AsyncSave.__post_init__ = lambda self: (setattr(self, "waits", False), made(self))[1]
 
 
 def order_of(recipe, mode, seconds, bug=None):
@@ -128,18 +128,18 @@ def tensors_are_not_copied():
     """Planted bug: what is on the host already is not copied. It is written once the next step, if any, is done."""
     import torch
 
-    from shardbook.run import background, operations
+    from shardbook.run.checkpoint import async_save, disk
 
     write, step, begin, stepped = (
-        operations.write,
+        disk.write,
         torch.optim.AdamW.step,
-        background.Background.begin,
+        async_save.AsyncSave.begin,
         threading.Event(),
     )
-    background._copy = lambda part, buffer, begin: part
-    background.Background.begin = lambda *given: (stepped.clear(), begin(*given))[1]
+    async_save._copy = lambda part, buffer, begin: part
+    async_save.AsyncSave.begin = lambda *given: (stepped.clear(), begin(*given))[1]
     torch.optim.AdamW.step = lambda *given, **named: (step(*given, **named), stepped.set())[0]
-    operations.write = lambda *given: (stepped.wait(5), write(*given))[1]
+    disk.write = lambda *given: (stepped.wait(5), write(*given))[1]
 
 
 @pytest.mark.slow
@@ -152,9 +152,9 @@ def test_what_steps_change_meanwhile_turns_it_red(recipe, waited):
 
 def failing(times, words, bug=None):
     """A rank 1 whose disk is full at its first `times` saves."""
-    from shardbook.run import background
+    from shardbook.run.checkpoint import save
 
-    calls, real = [], background.write_items
+    calls, real = [], save.write_items
 
     def write_items(side, rank, items):
         calls.append(1)
@@ -162,33 +162,31 @@ def failing(times, words, bug=None):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(side, rank, items)
 
-    background.write_items = write_items
+    save.write_items = write_items
     bug and bug()
     return train_rank(words)
 
 
 def full_when_it_begins(times, words):
     """The disk has no room when the first `times` saves begin: they are not even planned."""
-    from shardbook.run import stored_items
+    from shardbook.run.checkpoint import format, save
 
-    calls, real = [], stored_items.shutil.disk_usage
+    calls, real = [], format.shutil.disk_usage
 
     def disk_usage(path):
         calls.append(1)
         return real(path)._replace(free=0) if len(calls) <= times else real(path)
 
-    begin = stored_items.begin
+    begin = format.begin
 
     def begins(*given):
-        stored_items.shutil.disk_usage = disk_usage
+        format.shutil.disk_usage = disk_usage
         try:
             return begin(*given)
         finally:
-            stored_items.shutil.disk_usage = real
+            format.shutil.disk_usage = real
 
-    from shardbook.run import checkpoint
-
-    checkpoint.begin = begins
+    save.begin = begins
     return train_rank(words)
 
 
@@ -230,9 +228,9 @@ def test_two_in_a_row_end_the_run(recipe):
 
 def errors_are_swallowed():
     """Planted bug."""
-    from shardbook.run import background
+    from shardbook.run.checkpoint import save
 
-    real = background.write_items
+    real = save.write_items
 
     def write_items(*given):
         try:
@@ -240,7 +238,7 @@ def errors_are_swallowed():
         except OSError:
             return {}
 
-    background.write_items = write_items
+    save.write_items = write_items
 
 
 @pytest.mark.slow

@@ -20,9 +20,8 @@ from xxhash import xxh3_128
 from shardbook.cli import main
 from shardbook.ranks.exits import RunFailed
 from shardbook.recipe import RecipeError
-from shardbook.run import operations, stored_items
-from shardbook.run import verify as run_verify
-from shardbook.run.stored_items import (
+from shardbook.run.checkpoint import disk, format
+from shardbook.run.checkpoint.format import (
     MANIFEST,
     Damaged,
     begin,
@@ -92,7 +91,7 @@ def test_a_crash_at_any_moment_leaves_the_old_or_the_new(monkeypatch, tmp_path):
 
 
 def test_planted_data_that_is_not_synced(monkeypatch, tmp_path):
-    monkeypatch.setattr(operations, "sync", lambda file: None)
+    monkeypatch.setattr(disk, "sync", lambda file: None)
     plant(monkeypatch, tmp_path, "sync", lambda *given: None, "names early|power lost")
 
 
@@ -106,7 +105,7 @@ def plant(monkeypatch, tmp_path, name, bug, said):
 
     def record(patch, folder):
         made = real(patch, folder)
-        patch.setattr(operations, name, bug)
+        patch.setattr(disk, name, bug)
         return made
 
     crashes.record = record
@@ -120,8 +119,8 @@ def plant(monkeypatch, tmp_path, name, bug, said):
 def test_planted_pruning_before_publishing(monkeypatch, tmp_path):
     def saving(folder, step, keep):
         for old in list_checkpoints(folder):
-            operations.rename(old, folder / f"tmp-old-{old.name}")
-            operations.sync_directory(folder)
+            disk.rename(old, folder / f"tmp-old-{old.name}")
+            disk.sync_directory(folder)
         save(folder, step)
 
     with pytest.raises(AssertionError, match=r"killed after|power lost after"):
@@ -129,14 +128,14 @@ def test_planted_pruning_before_publishing(monkeypatch, tmp_path):
 
 
 def test_planted_manifest_before_the_data_is_durable(monkeypatch, tmp_path):
-    late, sync = [], operations.sync
+    late, sync = [], disk.sync
 
     def saving(folder, step, keep):
         """The .bin files are synced when all is published."""
-        real = operations.sync
-        operations.sync = lambda file: late.append(os.dup(file)) if is_bin(file) else real(file)
+        real = disk.sync
+        disk.sync = lambda file: late.append(os.dup(file)) if is_bin(file) else real(file)
         save(folder, step, keep)
-        operations.sync = real
+        disk.sync = real
 
     def is_bin(file):
         return Path(f"/proc/self/fd/{file}").readlink().suffix == ".bin"
@@ -145,7 +144,7 @@ def test_planted_manifest_before_the_data_is_durable(monkeypatch, tmp_path):
         crash_everywhere(monkeypatch, tmp_path, saving=saving)
     for file in late:
         os.close(file)
-    operations.sync = sync
+    disk.sync = sync
 
 
 def fail_at(number, calls, error, real, *given):
@@ -168,8 +167,8 @@ def test_a_disk_that_fails_at_any_operation(monkeypatch, tmp_path, error):
         folder, calls = tmp_path / str(fails_at), []
         save(folder, 1)
         for name in names:
-            real = getattr(operations, name)
-            monkeypatch.setattr(operations, name, partial(fail_at, fails_at, calls, error, real))
+            real = getattr(disk, name)
+            monkeypatch.setattr(disk, name, partial(fail_at, fails_at, calls, error, real))
         try:
             save(folder, 2, keep=1)
         except OSError as met:
@@ -185,12 +184,12 @@ def test_a_disk_that_fails_at_any_operation(monkeypatch, tmp_path, error):
 
 
 def test_what_was_written_is_said(monkeypatch, tmp_path):
-    def full(file, data, real=operations.write):
+    def full(file, data, real=disk.write):
         if len(data) > 100_000:
             raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
         real(file, data)
 
-    monkeypatch.setattr(operations, "write", full)
+    monkeypatch.setattr(disk, "write", full)
     with pytest.raises(OSError, match=r"Disk quota exceeded; rank 0 had written 7\.1e-05 GB"):
         save(tmp_path / "new", 1)
     with pytest.raises(OSError, match=r"No space left on device: 1e\+09 GB are needed, .* GB are free"):
@@ -243,27 +242,21 @@ def test_one_bit_anywhere_is_found(two, tmp_path, file):
 
 def save_tensor(folder, tensor):
     """Writes one tensor as a checkpoint, and returns its path."""
-    from torch.distributed.checkpoint import state_dict_saver
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from shardbook.run.checkpoint.save import write_finite
 
-    from shardbook.run.item_storage import ItemWriter
-
-    def finish(side, written):
-        publish(side, 1, {}, written, 0, lambda: None)
-
-    writer = ItemWriter(folder, 0, lambda: begin(folder, 1, 1), finish)
-    state_dict_saver.save({"a": tensor}, storage_writer=writer, planner=DefaultSavePlanner(), no_dist=True)
+    side, size = begin(folder, 1, 1), [*tensor.shape]
+    head = ["a", [0] * tensor.ndim, size, size, str(tensor.dtype).removeprefix("torch.")]
+    publish(side, 1, {}, write_finite(folder, side, 0, [(head, [tensor])]), 0, lambda: None)
     return folder / "step-000001"
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_planted_hash_of_the_tensor_in_place_of_the_bytes_written(tmp_path, monkeypatch):
     """They differ where a tensor is a part of another: a column's bytes do not lie one after another."""
-    from shardbook.run import item_storage
+    from shardbook.run.checkpoint import save as tensors
 
     column = torch.arange(12.0).reshape(4, 3)[:, 1]
     verify(save_tensor(tmp_path / "good", column))
-    real, hashed = item_storage.bytes_of, []
+    real, hashed = tensors.bytes_of, []
 
     def bytes_of(tensor):
         hashed.append(tensor.untyped_storage().tolist())
@@ -279,8 +272,8 @@ def test_planted_hash_of_the_tensor_in_place_of_the_bytes_written(tmp_path, monk
         def hexdigest(self):
             return self.digest.hexdigest()
 
-    monkeypatch.setattr(item_storage, "bytes_of", bytes_of)
-    monkeypatch.setattr(stored_items, "xxh3_128", OfTensor)
+    monkeypatch.setattr(tensors, "bytes_of", bytes_of)
+    monkeypatch.setattr(format, "xxh3_128", OfTensor)
     assert found(save_tensor(tmp_path / "bad", column))
 
 
@@ -294,8 +287,8 @@ def test_planted_no_hash_of_what_is_read(two, tmp_path, monkeypatch):
         def __ne__(self, other):
             return False
 
-    rows = stored_items.Item._make
-    monkeypatch.setattr(stored_items, "Item", lambda *row: rows([*row[:-1], Any()]))
+    rows = format.Item._make
+    monkeypatch.setattr(format, "Item", lambda *row: rows([*row[:-1], Any()]))
     assert flip_bits(path, "rank-1.bin") == 0 and flip_bits(path, "rank-1.items") == 128
 
 
@@ -397,9 +390,9 @@ def test_a_rank_that_wakes_up_changes_nothing(tmp_path):
 
 
 def test_planted_no_token_and_files_that_are_opened_anew(tmp_path, monkeypatch):
-    monkeypatch.setattr(stored_items.secrets, "token_hex", lambda count: "same")
+    monkeypatch.setattr(format.secrets, "token_hex", lambda count: "same")
     assert wake_up(tmp_path / "1") == ("FileExistsError", False)  # O_EXCL stops it
-    monkeypatch.setattr(operations, "create", lambda path: os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
+    monkeypatch.setattr(disk, "create", lambda path: os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
     assert wake_up(tmp_path / "2") == ("wrote", True)
 
 
@@ -425,13 +418,13 @@ def test_the_command_verifies_all_of_a_run(tmp_path, capsys, monkeypatch):
     assert main(["verify", str(run)]) == 1
     said = capsys.readouterr().out.splitlines()
     assert "step-000002: damaged (rank-0.bin: No such file or directory); remove it" in said[1] and len(said) == 3
-    real = run_verify.verify  # the run goes on meanwhile, and prunes
+    real = format.verify  # the run goes on meanwhile, and prunes
 
     def verify_beside(path):
         shutil.rmtree(run / "checkpoints" / "step-000002", ignore_errors=True)
         return real(path)
 
-    monkeypatch.setattr(run_verify, "verify", verify_beside)
+    monkeypatch.setattr(format, "verify", verify_beside)
     assert main(["verify", str(run)]) == 0
     assert capsys.readouterr().out.splitlines()[1].endswith("step-000002: its run has removed it meanwhile")
 
@@ -459,8 +452,31 @@ def test_a_checkpoint_of_an_earlier_version_is_listed_and_refused(tmp_path, caps
     assert f"{tmp_path}: has no checkpoint" in capsys.readouterr().err
 
 
+def rewrite_manifest(path, **changes):
+    """Changes keys of a manifest (None: removes one) as who wrote it would have: its first line is the hash."""
+    manifest = json.loads((path / MANIFEST).read_text()) | changes
+    manifest = {key: value for key, value in manifest.items() if value is not None and key != "xxh3_128"}
+    body = json.dumps(manifest)[1:].encode()
+    (path / MANIFEST).write_bytes(f'{{"xxh3_128": "{xxh3_128(body).hexdigest()}",\n'.encode() + body)
+
+
+def test_files_of_another_version_are_refused(tmp_path):
+    """In one line, not as damage; files that name no version, as those of before did, are of the first."""
+    path = save(tmp_path, 1)
+    assert json.loads((path / MANIFEST).read_text())["version"] == 1
+    rewrite_manifest(path, version=None)
+    verify(path)
+    rewrite_manifest(path, version=2)
+    with pytest.raises(RecipeError) as met:
+        verify(path)
+    assert not isinstance(met.value, Damaged) and str(met.value) == (
+        f"checkpoint {path}: its files are of version 2, and version 1 is read; go on with the Shardbook that wrote "
+        "it, or set model.path to an export by that one and choose another run.name"
+    )
+
+
 def test_the_command_imports_no_torch():
-    code = "import sys, shardbook.run.verify; sys.exit('torch' in sys.modules)"
+    code = "import sys, shardbook.run.checkpoint.format; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -470,7 +486,7 @@ from pathlib import Path
 import pytest
 sys.path[:0] = {paths!r}
 import crashes
-from test_stored_items import save
+from test_checkpoint_format import save
 folder = Path(sys.argv[1])
 folder.mkdir()
 made = crashes.record(pytest.MonkeyPatch(), folder)

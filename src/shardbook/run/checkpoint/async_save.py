@@ -1,10 +1,10 @@
-"""A checkpoint that a thread of each rank writes while steps go on (`train.async_save`).
+"""Async save: a checkpoint that a thread of each rank writes while steps go on (`train.async_save`).
 
-The main thread plans it; the thread copies what this rank writes into a buffer on the host that is made once, while the
+The main thread lists what this rank writes; the thread copies it into a buffer on the host that is made once, while the
 next step's forward and backward run, which change none of it; then it checks, writes, hashes and syncs. The optimizer's
 step waits for the copy; with `wait` the next step does. Invariant: the thread begins no collective. Whether a rank's
-thread is done or failed rides in the sum that counts the next step; rank 0 publishes when all are done, so what is
-published is durable on all of them.
+thread is done or failed is a flag that ranks sum beside each step (step_flags.py); rank 0 publishes when all are done,
+so what is published is durable on all of them. It knows neither what the tensors are nor the files they go to.
 """
 
 import contextlib
@@ -18,9 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
 
 from shardbook.arithmetic import round_up
 from shardbook.memory.direct_io import COPY_ALIGN, page_buffer
@@ -28,28 +25,27 @@ from shardbook.ranks.distributed import sum_over_ranks
 from shardbook.ranks.exits import RunFailed
 from shardbook.ranks.progress import long_phase
 from shardbook.recipe import first_line
-from shardbook.run import operations
-from shardbook.run.item_storage import ItemWriter, bytes_of, done, items_of
-from shardbook.run.stored_items import Facts, facts_of_ranks, write_items
+from shardbook.run.checkpoint import disk
+from shardbook.run.checkpoint.format import Facts, facts_of_ranks
 from shardbook.terminal import print_line
 
 WRITE_SECONDS = 1200  # for which a thread may write; below gloo's limit, by which the others would end unnamed
+# what a rank writes: of each item its name, offsets, sizes, shape and dtype, and the tensors whose bytes it is
+Items = list[tuple[list[Any], list[Tensor]]]
 Publish = Callable[[dict[str, Facts]], None]
 
 
-class StagingWriter(ItemWriter):
-    """Takes what an ItemWriter would write; `copy` and `write` are the thread's. Its `publish` is told the directory
-    when all ranks have planned, and no files: none is written yet."""
+class StagedItems:
+    """One save's items of this rank, taken on the main thread; `copy` and `write` are the thread's. `write_copies`
+    checks and writes what it is given."""
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
-        self.side = plan.storage_data
-        self.items = list(items_of(plan, planner))
-        devices = {part.device for _, parts in self.items for part in parts if part.is_cuda}
+    def __init__(self, items: Items, write_copies: Callable[[Items], object]):
+        self.items, self.write_copies = items, write_copies
+        devices = {part.device for _, parts in items for part in parts if part.is_cuda}
         self.device = next(iter(devices), None)
         if self.device:
             self.ready, self.copied = torch.cuda.Event(), torch.cuda.Event()
             self.ready.record(torch.cuda.current_stream(self.device))
-        return done([WriteResult(MetadataIndex(f"rank-{self.rank}"), 0, {})])
 
     def copy(self, buffer: list[Tensor], streams: dict[torch.device, torch.cuda.Stream]) -> None:
         """Launches the copies of all tensors, of those on the host too, into the one `buffer`, which is made anew where
@@ -59,12 +55,12 @@ class StagingWriter(ItemWriter):
         if not buffer or len(buffer[0]) < begins[-1]:
             buffer.clear()  # before the new one is made
         _reserve(buffer, begins[-1], self.device)
-        made = dict[int, Tensor]()
+        copies = dict[int, Tensor]()
         with self._stream(streams):
             for number in sorted(range(len(parts)), key=lambda number: parts[number].is_cuda):  # the host's first
-                made[number] = _copy(parts[number], buffer[0], begins[number])
+                copies[number] = _copy(parts[number], buffer[0], begins[number])
         numbers = count()
-        self.copies = [(facts, [made[next(numbers)] for _ in parts]) for facts, parts in self.items]
+        self.copies = [(head, [copies[next(numbers)] for _ in parts]) for head, parts in self.items]
 
     @contextlib.contextmanager
     def _stream(self, streams: dict[torch.device, torch.cuda.Stream]) -> Iterator[None]:
@@ -83,18 +79,16 @@ class StagingWriter(ItemWriter):
                 self.copied.record()
 
     def write(self, copying: Future[None]) -> None:
-        """Writes the copies, once they are there and none has a number that is not finite."""
+        """Writes the copies once they are complete."""
         copying.result()
         if self.device:
             self.copied.synchronize()
         self.items.clear()  # random states and the like, kept until they were copied
-        self.check_finite(self.copies)
-        assert self.side
-        write_items(self.side, self.rank, ((facts, [*map(bytes_of, parts)]) for facts, parts in self.copies))
+        self.write_copies(self.copies)
 
 
 def _reserve(buffer: list[Tensor], size: int, device: torch.device | None) -> None:
-    """Makes the one `buffer`, if it is not there, with its pages: else the first copy would take 20 times as long."""
+    """Makes the one `buffer`, if there is none, with its pages: else the first copy would take 20 times as long."""
     if pin := device is not None and device.type == "cuda":
         torch.cuda.set_device(device)  # a thread has its own
     if not buffer:
@@ -107,7 +101,7 @@ def _copy(part: Tensor, buffer: Tensor, begin: int) -> Tensor:
 
 
 @dataclass
-class Background:
+class AsyncSave:
     """The save that is under way, if one is. All ranks make the same calls. Its buffer, of `size` bytes for tensors of
     `device`, is made beside the first steps; where that fails the first save tries again."""
 
@@ -125,29 +119,29 @@ class Background:
         self._work: Future[Any] = self._thread.submit(_reserve, self.buffer, self.size, self.device)
         self._publish: Publish | None = None  # on rank 0
         self._publishing, self._flagged = False, (-1, False)
-        self._copied: tuple[StagingWriter, Future[None]] | None = None
+        self._copying: tuple[StagedItems, Future[None]] | None = None
         self._side: Path | None = None  # the directory that is written
 
-    def begin(self, step: int, writer: StagingWriter, publish: Publish | None) -> None:
-        """Begins to copy and write what `writer` has taken. `publish`, on rank 0, takes the facts of all files."""
-        assert writer.side
-        self.step, self._side, self._publish, self._publishing = step, writer.side, publish, False
-        copying = self._thread.submit(writer.copy, self.buffer, self.streams)
-        self._copied = writer, copying
-        self._work = self._thread.submit(writer.write, copying)
+    def begin(self, step: int, staged: StagedItems, side: Path, publish: Publish | None) -> None:
+        """Begins to copy and write `staged` into the directory `side`. `publish`, on rank 0, takes the facts of all
+        files."""
+        self.step, self._side, self._publish, self._publishing = step, side, publish, False
+        copying = self._thread.submit(staged.copy, self.buffer, self.streams)
+        self._copying = staged, copying
+        self._work = self._thread.submit(staged.write, copying)
         if self.waits:
             self.wait_copied()
-            if writer.device:
-                writer.copied.synchronize()  # the host too, else the copy's time would be the next step's
+            if staged.device:
+                staged.copied.synchronize()  # the host too, else the copy's time would be the next step's
 
     def wait_copied(self, *of_hook: Any) -> None:
         """Waits until nothing of the save is read any more: on a GPU the device does, the host for launches alone. Call
         it, or have the optimizer's step call it, before what is saved changes."""
-        if self._copied:
-            (writer, copying), self._copied = self._copied, None
+        if self._copying:
+            (staged, copying), self._copying = self._copying, None
             wait([copying])
-            if writer.device:
-                torch.cuda.current_stream(writer.device).wait_event(writer.copied)
+            if staged.device:
+                torch.cuda.current_stream(staged.device).wait_event(staged.copied)
 
     def flags(self) -> list[float]:
         """Returns whether this rank's thread is done, has failed, and in a way that no other try helps."""
@@ -159,11 +153,11 @@ class Background:
 
     def take_flag_sums(self, sums: list[float]) -> None:
         """Acts on the sums over ranks of their flags, which are the same on all."""
-        done, failed, hopeless = sums
+        done, failed, fatal = sums
         if self.step < 0 or self._flagged != (self.step, self._publishing):
             return  # of a save that was waited for since
         if failed and done + failed == dist.get_world_size():  # else one still writes into what is removed
-            self._fail(hopeless > 0)
+            self._abort(is_fatal=fatal > 0)
         elif done == dist.get_world_size() and self._publishing:
             self.published, self.failures, self.step = self.step, 0, -1
         elif done == dist.get_world_size():
@@ -176,25 +170,26 @@ class Background:
         """Waits until the save that is under way is published, or failed. Collective."""
         while self.step >= 0:
             if not wait([self._work], WRITE_SECONDS).done:
-                said = f"rank {dist.get_rank()} has not written its part for {WRITE_SECONDS} s"
-                raise RunFailed(f"checkpoint of step {self.step}: {said}; check its disk")
+                late = f"rank {dist.get_rank()} has not written its part for {WRITE_SECONDS} s"
+                raise RunFailed(f"checkpoint of step {self.step}: {late}; check its disk")
             self.take_flag_sums(sum_over_ranks(*self.flags()))
 
-    def _fail(self, is_hopeless: bool) -> None:
+    def _abort(self, is_fatal: bool) -> None:
+        """Removes what was written of the save. Raises RunFailed where it `is_fatal`: no other try helps."""
         step, self.step = self.step, -1
         error = self._work.exception()
         reason = f"{type(error).__name__}: {first_line(error)}" if error else "another rank said why"
-        said = f"checkpoint of step {step}: cannot be written ({reason})"
+        message = f"checkpoint of step {step}: cannot be written ({reason})"
         if self._side and dist.get_rank() == 0:
-            operations.remove_tree(self._side)
-        if is_hopeless:
-            raise error if isinstance(error, RunFailed) else RunFailed(said)
-        self.fail(said, bool(error))
+            disk.remove_tree(self._side)
+        if is_fatal:
+            raise error if isinstance(error, RunFailed) else RunFailed(message)
+        self.report_failure(message, is_shown=bool(error))
 
-    def fail(self, said: str, is_here: bool) -> None:
-        """Says, where it `is_here`, that a save failed. Raises RunFailed where the one before failed too."""
+    def report_failure(self, message: str, is_shown: bool) -> None:
+        """Prints, where it `is_shown`, that a save failed. Raises RunFailed where the one before failed too."""
         self.failures += 1
         if self.failures > 1:
-            raise RunFailed(f"{said}, the second in a row")
-        if is_here:
-            print_line(f"warning  {said}; it is tried again when the next is due", any_rank=True)
+            raise RunFailed(f"{message}, the second in a row")
+        if is_shown:
+            print_line(f"warning  {message}; it is tried again when the next is due", any_rank=True)

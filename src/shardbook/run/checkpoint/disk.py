@@ -1,7 +1,7 @@
-"""File operations: every one by which a checkpoint is written, published and removed. A test replaces them, and records
-them.
+"""Disk: every file operation by which a checkpoint is written, published and removed. A test replaces and records them.
 
-Invariant: a file is made once (O_EXCL) and never opened for writing again, so nobody changes a published file.
+Invariant: a file is made once (O_EXCL) and never opened for writing again, so nobody changes a published file. Nothing
+here knows what is in the files.
 """
 
 import os
@@ -66,7 +66,7 @@ def write_file(path: Path, data: bytes) -> None:
         close(file)
 
 
-def remove_tree(path: Path, warn: Callable[[str], None] = lambda said: None) -> None:
+def remove_tree(path: Path, warn: Callable[[str], None] = lambda line: None) -> None:
     """Removes a directory that no longer counts. Says what stays, and raises nothing: no number depends on it."""
     try:
         for each in sorted(path.iterdir()):

@@ -1,10 +1,10 @@
-"""The files of a checkpoint: raw bytes with one hash an item, and a manifest that has the hashes of all other files.
+"""Format: the files of a checkpoint are raw bytes with one hash an item, and a manifest with the hashes of the others.
 
 `rank-<r>.bin` has the bytes of a rank's items one after another; `rank-<r>.items` has the name, place and xxh3_128 of
 each; `state.json` has the part that is no tensor. `manifest.json` is written last; its first line is the hash of the
 rest of it. Invariant: a checkpoint is whole or not there. It is written as `tmp-<step>-<token>`, made durable, and
-published by one rename; it is unpublished by a rename too. Nothing here is a pickle. The hash finds damage, it is no
-signature. Imports no torch.
+published by one rename; it is unpublished by a rename too. Nothing is pickled. The hash finds damage, it is no
+signature. Imports no torch, and knows no ranks but by the numbers of their files.
 """
 
 import errno
@@ -15,14 +15,17 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from xxhash import xxh3_128
 
 from shardbook.recipe import RecipeError
-from shardbook.run import operations
+from shardbook.run.checkpoint import disk
+from shardbook.terminal import print_line
 
+VERSION = 1  # of the files; in a manifest, where none is written it is 1
 MANIFEST, STATE = "manifest.json", "state.json"
 EARLIER = "*.distcp"  # the files of a checkpoint of 0.1, or of 0.2 before it was released
 PIECE = 4 << 20  # bytes that are hashed and written at once, so that they are read from memory once
@@ -31,6 +34,16 @@ WAY_OUT = "; remove it, and the run goes on from the one before"
 SIDE = "tmp-"  # what is not published, or no longer
 
 Facts = list[Any]  # of a file, in the manifest: its size, and its hash; that of a .bin is in its .items
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """The state of a run that is not a tensor."""
+
+    step: int  # optimizer steps done
+    tokens: int  # trained tokens seen, all ranks
+    loader: dict[str, Any]
+    log: dict[str, int] = field(default_factory=dict)  # what the step log must find again: see its `mark`
 
 
 class Damaged(RecipeError):
@@ -83,13 +96,13 @@ def begin(folder: Path, step: int, needed: int) -> Path:
     that wakes up after its run was continued writes into another one. Raises OSError where there is no room."""
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        operations.make_directory(folder)
-        operations.sync_directory(folder.parent)  # else a power loss takes the folder with all that is in it
+        disk.make_directory(folder)
+        disk.sync_directory(folder.parent)  # else a power loss takes the folder with all that is in it
     if (free := shutil.disk_usage(folder).free) < needed:
-        said = f"{os.strerror(errno.ENOSPC)}: {in_gb(needed)} are needed, {in_gb(free)} are free"
-        raise OSError(errno.ENOSPC, said)
+        reason = f"{os.strerror(errno.ENOSPC)}: {in_gb(needed)} are needed, {in_gb(free)} are free"
+        raise OSError(errno.ENOSPC, reason)
     side = folder / f"{SIDE}{step:06d}-{secrets.token_hex(4)}"
-    operations.make_directory(side)
+    disk.make_directory(side)
     return side
 
 
@@ -97,7 +110,7 @@ def write_items(folder: Path, rank: int, items: Iterable[tuple[Facts, list[memor
     """Writes a rank's items, durably: of each its name, offsets, sizes, shape and dtype, and its bytes in parts.
     Returns the facts of both files for the manifest."""
     rows, joined, end = list[str](), bytearray(), 0
-    file = operations.create(folder / f"rank-{rank}.bin")
+    file = disk.create(folder / f"rank-{rank}.bin")
     try:
         for facts, parts in items:
             digest, start = xxh3_128(), end
@@ -106,21 +119,20 @@ def write_items(folder: Path, rank: int, items: Iterable[tuple[Facts, list[memor
                 if len(piece) < JOINED:
                     joined += piece
                 if len(joined) >= JOINED or len(piece) >= JOINED:
-                    operations.write(file, joined)
+                    disk.write(file, joined)
                     joined.clear()
                 if len(piece) >= JOINED:
-                    operations.write(file, piece)
+                    disk.write(file, piece)
                 end += len(piece)
             rows.append(json.dumps([*facts, start, end - start, digest.hexdigest()]))
-        operations.write(file, joined)
-        operations.sync(file)
+        disk.write(file, joined)
+        disk.sync(file)
     except OSError as error:
-        said = f"{error.strerror}; rank {rank} had written {in_gb(end)}"
-        raise OSError(error.errno, said) from error
+        raise OSError(error.errno, f"{error.strerror}; rank {rank} had written {in_gb(end)}") from error
     finally:
-        operations.close(file)
+        disk.close(file)
     text = ("[" + ",\n".join(rows) + "]").encode()
-    operations.write_file(folder / f"rank-{rank}.items", text)
+    disk.write_file(folder / f"rank-{rank}.items", text)
     return {f"rank-{rank}.bin": [end], f"rank-{rank}.items": _facts(text)}
 
 
@@ -140,27 +152,28 @@ def publish(
     newest (0: keeps all). `check_held` raises where the run's lock is another launch's by now."""
     folder, text = side.parent, json.dumps(state, indent=1).encode()
     path = folder / name_of(step)
-    operations.write_file(side / STATE, text)
-    body = json.dumps({"step": step, "files": written | {STATE: _facts(text)}})[1:].encode()
-    operations.write_file(side / MANIFEST, _first_line(body) + body)
-    operations.sync_directory(side)
+    disk.write_file(side / STATE, text)
+    manifest = {"version": VERSION, "step": step, "files": written | {STATE: _facts(text)}}
+    body = json.dumps(manifest)[1:].encode()
+    disk.write_file(side / MANIFEST, _first_line(body) + body)
+    disk.sync_directory(side)
     check_held()
     # a damaged one, from before which the run went on
     removed = [_unpublish(path, side.name)] if path.exists() else []
-    operations.rename(side, path)
-    operations.sync_directory(folder)
+    disk.rename(side, path)
+    disk.sync_directory(folder)
     # those of later steps are damaged ones that were gone back from, and will be replaced
     older = [each for each in list_checkpoints(folder) if step_of(each) <= step]
     removed += [_unpublish(each, side.name) for each in older[keep:]] if keep else []
     if removed:
-        operations.sync_directory(folder)
+        disk.sync_directory(folder)
     for each in removed:
-        operations.remove_tree(each)
+        disk.remove_tree(each)
 
 
 def _unpublish(path: Path, name: str) -> Path:
     aside = path.with_name(f"{name}-{path.name}")
-    operations.rename(path, aside)
+    disk.rename(path, aside)
     return aside
 
 
@@ -169,13 +182,13 @@ def remove_leftovers(folder: Path) -> list[str]:
     no other process of the run is alive."""
     stays = list[str]()
     for path in folder.glob(f"{SIDE}*"):
-        operations.remove_tree(path, stays.append)
+        disk.remove_tree(path, stays.append)
     return stays
 
 
 def read_stored(path: Path) -> StoredCheckpoint:
     """Returns a checkpoint's state and items, verified, and checks that its files have their sizes. Raises Damaged, or
-    RecipeError where there is no checkpoint, or one of an earlier version."""
+    RecipeError where there is no checkpoint, or one of another version of the files."""
     if any(path.glob(EARLIER)):
         raise RecipeError(
             f"checkpoint {path}: of an earlier version (0.1, or 0.2 before its release, wrote {EARLIER} files), which "
@@ -189,11 +202,11 @@ def read_stored(path: Path) -> StoredCheckpoint:
     items = dict[str, list[Item]]()
     for name, (size, *_) in listed.items():
         try:
-            there = (path / name).stat().st_size
+            size_now = (path / name).stat().st_size
         except OSError as error:
             raise damaged(path, name, error.strerror or "") from error
-        if there != size:
-            raise damaged(path, name, f"{there} bytes, was {size}")
+        if size_now != size:
+            raise damaged(path, name, f"{size_now} bytes, was {size}")
         if name.endswith(".items"):
             rows = [Item(*row) for row in json.loads(_read_whole(path, name, listed))]
             data, ends = name.removesuffix(".items") + ".bin", [0, *(row.begin + row.length for row in rows)]
@@ -209,7 +222,7 @@ def open_data(path: Path, name: str) -> io.BufferedReader:
         file = (path / name).open("rb")
     except OSError as error:
         raise damaged(path, name, error.strerror or "") from error
-    # the kernel reads on while what is there is hashed; asked for what lies ahead (WILLNEED), it takes twice as long
+    # the kernel reads on while what has come is hashed; asked for what lies ahead (WILLNEED), it takes twice as long
     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
     return file
 
@@ -228,6 +241,24 @@ def read_item(path: Path, name: str, file: io.BufferedReader, item: Item, buffer
     if digest.hexdigest() != item.digest:
         raise damaged(path, name, f"bytes {item.begin} to {item.begin + item.length}, of {item.name}")
     return view
+
+
+def verify_run(run: Path) -> int:
+    """Reads every checkpoint of a run directory, newest first, and prints a line for each. Returns the exit code: 1
+    where one is damaged or not read."""
+    paths, code = list_checkpoints(run / "checkpoints"), 0
+    if not paths:
+        raise RecipeError(f"{run}: has no checkpoint; name a run directory with checkpoints/step-<n>")
+    for path in paths:
+        try:
+            verify(path)
+            size = in_gb(sum(each.stat().st_size for each in path.iterdir()))
+            print_line(f"checkpoint {path}: whole, {size}")
+        except (RecipeError, OSError) as error:
+            exists = path.exists()
+            code = max(code, int(exists))
+            print_line(error if exists else f"checkpoint {path}: its run has removed it meanwhile")
+    return code
 
 
 def verify(path: Path) -> None:
@@ -264,10 +295,15 @@ def _read_manifest(path: Path) -> dict[str, Facts]:
     if text[:at] != _first_line(text[at:]):
         raise damaged(path, MANIFEST, "not as it was written")
     manifest = json.loads(text)
+    if (version := manifest.get("version", 1)) != VERSION:
+        raise RecipeError(
+            f"checkpoint {path}: its files are of version {version}, and version {VERSION} is read; go on with the "
+            "Shardbook that wrote it, or set model.path to an export by that one and choose another run.name"
+        )
     if re.fullmatch(r"step-\d+", path.name) and manifest["step"] != step_of(path):
         raise damaged(path, MANIFEST, f"of step {manifest['step']}")
-    if elsewhere := [name for name in manifest["files"] if Path(name).name != name]:
-        raise damaged(path, MANIFEST, f"names {elsewhere[0]}")
+    if outside := [name for name in manifest["files"] if Path(name).name != name]:
+        raise damaged(path, MANIFEST, f"names {outside[0]}")
     return dict(manifest["files"])
 
 
