@@ -1,6 +1,4 @@
-"""The families: which configs are refused before weights are read. None is listed: a self-check asks a small model.
-It can be imported without torch: a launcher asks too, before ranks are started.
-"""
+"""The families: which configs are refused before weights are read. None is listed: a self-check asks a small model."""
 
 import json
 from collections.abc import Callable
