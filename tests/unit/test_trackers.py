@@ -11,8 +11,8 @@ from wandb_file import read_wandb
 
 from shardbook.recipe import Recipe, RecipeError, Run, Train, flatten_recipe
 from shardbook.recipe.sections import TRACKERS
-from shardbook.run.directory import find_run
 from shardbook.run.log.trackers import Trackers, flat_config, options_of
+from shardbook.run.preflight import check_run
 
 
 def test_every_tracker_is_one_of_accelerate():
@@ -40,11 +40,11 @@ def test_keys_are_flat_and_none_is_lost():
 
 def test_a_tracker_that_is_not_installed_is_refused_before_the_run(tmp_path):
     absent = next(name for name in TRACKERS if name != "none" and not find_spec(name))
-    run = Run(report_to=[absent], dir=str(tmp_path), name="mine")
+    recipe = Recipe(train=Train(steps=5), run=Run(report_to=[absent], dir=str(tmp_path), name="mine"))
     with pytest.raises(
-        RecipeError, match=rf"report_to = '{absent}': its package is not installed; pip install {absent}"
+        RecipeError, match=f"report_to = '{absent}': its package is not installed; pip install {absent}"
     ):
-        find_run(run, tmp_path / "tiny.toml")
+        check_run(recipe, "cpu")
     assert not list(tmp_path.iterdir())
 
 
