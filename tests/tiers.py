@@ -92,7 +92,6 @@ MOVES = {
     "tests/dist/test_resume.py": (
         "test_the_same_world_continues_bitwise",
         "test_preempted_in_mid_step_then_continued_bitwise",
-        "test_rows_that_are_read_late_are_the_same",
     ),
 }
 
