@@ -241,7 +241,7 @@ REFUSED = {
     "lora.r=4 lora.target_modules=[lm_head]": "train it whole with lora.modules_to_save",
     "lora.r=4 lora.modules_to_save=[lm_head]": "is tied to another",
     "lora.r=4 lora.modules_to_save=[head]": "must be one of",
-    "lora.r=4 lora.adapter=/nowhere": "no adapter can be read there",
+    "lora.r=4 lora.adapter=/nowhere": "lora.adapter = '/nowhere': no such directory",
     "lora.r=4 offload.optimizer=cpu": "the state of adapters is small",
     "precision.frozen=bf16": "nothing is frozen",
 }

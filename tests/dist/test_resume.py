@@ -317,9 +317,8 @@ def refused(recipe, world, name, *words):
 
 def test_checkpoints_that_do_not_fit_are_refused(recipe, straight, tiny):
     named = f"train.resume_from_checkpoint={straight}/checkpoints"
-    assert "incomplete or not a checkpoint (no manifest.json in it)" in refused(
-        recipe, 1, "no-1", f"{named}/step-000099"
-    )
+    assert "step-000099': no such directory" in refused(recipe, 1, "no-1", f"{named}/step-000099")
+    assert "damaged (manifest.json: No such file" in refused(recipe, 1, "no-3", f"{named}")
     error = refused(recipe, 2, "no-2", f"{named}/step-000004", f"model.path={tiny}/untied")
     assert "is of another model" in error and "lm_head.weight: absent there, [287, 32] here" in error
 
