@@ -30,14 +30,14 @@ from shardbook.run.build import allocate_state, build_sharded
 from shardbook.run.checkpoint.format import newest_checkpoint, step_of
 from shardbook.run.checkpoint.load import load_checkpoint
 from shardbook.run.directory import read_facts
-from shardbook.run.evaluated import describe_rows, evaluation_recipe
-from shardbook.run.evaluation import evaluate
+from shardbook.run.eval.model import describe_rows, evaluation_recipe
+from shardbook.run.eval.observer import evaluate
+from shardbook.run.eval.reference import Reference
 from shardbook.run.log.console import Console
 from shardbook.run.out_of_memory import OomGuard
 from shardbook.run.preflight import check_named
 from shardbook.run.prepare import Job, lay_out_run, prepare_job
 from shardbook.run.rank import guard, with_ranks
-from shardbook.run.reference import Reference
 from shardbook.run.start import load_base
 from shardbook.run.teacher import fill_teacher
 

@@ -35,9 +35,8 @@ from shardbook.run.build import allocate_state, build_sharded
 from shardbook.run.checkpoint.format import TrainState, newest_checkpoint
 from shardbook.run.checkpoint.save import Saver, predict_bytes
 from shardbook.run.directory import environment, find_everywhere, open_everywhere
-from shardbook.run.evaluation import Observer
-from shardbook.run.export import export_result
-from shardbook.run.garbage import synchronized_gc
+from shardbook.run.eval.observer import Observer
+from shardbook.run.eval.reference import Reference
 from shardbook.run.job_summary import describe_job
 from shardbook.run.log.console import Console
 from shardbook.run.log.step_log import StepLog
@@ -46,12 +45,13 @@ from shardbook.run.prefetch import BatchPrefetcher
 from shardbook.run.preflight import preflight
 from shardbook.run.prepare import lay_out_run, prepare_job
 from shardbook.run.profile import Profile
-from shardbook.run.push import push_if_asked
 from shardbook.run.rank import guard, with_ranks
-from shardbook.run.reference import Reference
+from shardbook.run.result.export import export_result
+from shardbook.run.result.hub import push_if_asked
 from shardbook.run.sdc_check import SdcCheck
 from shardbook.run.start import start_from
 from shardbook.run.step_flags import StepFlags
+from shardbook.run.synchronized_gc import synchronized_gc
 
 
 def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:

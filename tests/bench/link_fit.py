@@ -18,7 +18,7 @@ from shardbook.parallel.units import Unit
 from shardbook.plan.hardware import Cluster
 from shardbook.plan.speed import exposed_seconds
 from shardbook.recipe import Parallel, Precision
-from shardbook.run.measured import CalibrationRun, calibrate
+from shardbook.run.calibration_runs import CalibrationRun, calibrate
 
 MBIT = {"unlimited": 1e9, "1gbit": 1000, "200mbit": 200, "50mbit": 50}
 KNOWN_RATE, KNOWN = "1gbit", ("qwZ", "qwZ+hpZ")

@@ -129,7 +129,7 @@ def stop_in_the_reference(rank_that_is_told, words):
     import os
     import signal
 
-    from shardbook.run import reference
+    from shardbook.run.eval import reference
 
     before, calls = reference.log_probabilities, []
 

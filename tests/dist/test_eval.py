@@ -11,7 +11,7 @@ from tiny import write_pairs
 from world import metrics, run_train, run_world
 
 from shardbook.recipe import RecipeError
-from shardbook.run.evaluated import describe_rows, evaluation_recipe
+from shardbook.run.eval.model import describe_rows, evaluation_recipe
 
 
 def evaluate_rank(words):

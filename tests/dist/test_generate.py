@@ -34,7 +34,7 @@ def run_all(recipe, runs):
     from shardbook.parallel.sharding import apply_stage
     from shardbook.ranks.distributed import start_distributed
     from shardbook.recipe import load_recipe
-    from shardbook.run import generate
+    from shardbook.run.eval import generate
 
     ranks, said = start_distributed(), {}
     for name, words in runs.items():
@@ -403,7 +403,7 @@ def measure(stages, words):
     from shardbook.plan.peak import predict_fullest, predict_generation
     from shardbook.plan.simulate import _optimizer_state
     from shardbook.recipe import parse_recipe
-    from shardbook.run.generate import decode, pick
+    from shardbook.run.eval.generate import decode, pick
 
     dist.init_process_group("gloo")
     found = {}

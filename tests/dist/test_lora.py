@@ -270,7 +270,7 @@ def alpha_alone():
 
 
 def swapped_in_export():
-    from shardbook.run import export
+    from shardbook.run.result import export
 
     right = export.full_trained
 

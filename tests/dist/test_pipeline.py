@@ -121,17 +121,17 @@ def skips_evaluation():
     """Planted bug: what has no backward runs on one stage."""
     import torch
 
-    from shardbook.run import evaluation
+    from shardbook.run.eval import observer
 
-    evaluation.run_forward = lambda *given: torch.zeros(())
+    observer.run_forward = lambda *given: torch.zeros(())
 
 
 def shares_evaluation():
     """Planted bug: a loss of the last stage alone is taken for one that each stage has a part of."""
-    from shardbook.run import evaluation
+    from shardbook.run.eval import observer
 
-    real = evaluation.run_forward
-    evaluation.run_forward = lambda *given: real(*given) / 2
+    real = observer.run_forward
+    observer.run_forward = lambda *given: real(*given) / 2
 
 
 def train_planted(plan, words):

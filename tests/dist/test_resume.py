@@ -217,13 +217,13 @@ def stop_in_a_long_phase(place, number, rank_that_is_told, words):
     """SIGTERM to one rank in the middle of the `number`th evaluation, samples or save."""
     import signal
 
-    from shardbook.run import evaluation
     from shardbook.run.checkpoint import save
-    from shardbook.run.generate import Generation
+    from shardbook.run.eval import observer
+    from shardbook.run.eval.generate import Generation
 
     owner, name = {
         "samples": (Generation, "_continue"),
-        "evaluate": (evaluation, place),
+        "evaluate": (observer, place),
         "save_checkpoint": (save, place),
     }[place]
     before, calls = getattr(owner, name), []

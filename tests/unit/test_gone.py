@@ -7,7 +7,7 @@ import tomli_w
 
 from shardbook.recipe import RecipeError, describe_keys, dump_recipe, load_recipe, note_gone
 from shardbook.recipe.gone import GONE
-from shardbook.run.evaluated import describe_rows, evaluation_recipe
+from shardbook.run.eval.model import describe_rows, evaluation_recipe
 
 MINE = "[model]\ninit = 'random'\n[train]\nsteps = 1\n"
 

@@ -18,7 +18,7 @@ from shardbook.model.teacher import attach_teacher
 from shardbook.objectives import build_objective
 from shardbook.optim import build_optimizer
 from shardbook.recipe import Distill, Optim, Preference
-from shardbook.run.generate import pick
+from shardbook.run.eval.generate import pick
 
 DEVICE = torch.device("meta")  # has no numbers: what reads one raises
 

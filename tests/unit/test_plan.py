@@ -39,8 +39,8 @@ from shardbook.plan.speed import (
 )
 from shardbook.plan.tp_cp_traffic import describe_sharing
 from shardbook.recipe import STAGES, Parallel, Recipe, dump_recipe, find_recipe, load_recipe, with_settings
+from shardbook.run.calibration_runs import calibrate, read_sample
 from shardbook.run.log.console import describe_peak
-from shardbook.run.measured import calibrate, read_sample
 
 ORDER = ["ddp", "zero1", "zero2", "zero3"]
 

@@ -12,7 +12,7 @@ from huggingface_hub.utils import filter_repo_objects
 
 from shardbook import cli
 from shardbook.recipe import RecipeError, load_recipe
-from shardbook.run import push
+from shardbook.run.result import hub as result_hub
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,7 +61,7 @@ def hub(monkeypatch):
     for name in ("repos", "private"):
         monkeypatch.setattr(Hub, name, {})
     monkeypatch.setattr(Hub, "breaks", False)
-    monkeypatch.setattr(push, "HfApi", Hub)
+    monkeypatch.setattr(result_hub, "HfApi", Hub)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", "hf_" + "a" * 34)
     return Hub
@@ -122,7 +122,7 @@ def test_what_was_not_measured_is_not_in_the_card_and_a_data_set_of_the_hub_is(r
     (run / "metrics.jsonl").write_text('{"step": 4, "train/loss": 3.0}\n')
     words = ["data.train=owner/rows:train[:10%]", "model.path=owner/base"]
     recipe = load_recipe(ROOT / "recipes" / "smollm2-135m-fsdp.toml", words)
-    card = push.build_card(run, recipe, None)
+    card = result_hub.build_card(run, recipe, None)
     assert "eval loss" not in card.text and "final train loss: 3.0000\n- versions" in card.text
     front = {"base_model": "owner/base", "library_name": "transformers", "datasets": ["owner/rows"]}
     assert card.data.to_dict() == front | {"tags": ["shardbook", "sft"]}
@@ -130,7 +130,7 @@ def test_what_was_not_measured_is_not_in_the_card_and_a_data_set_of_the_hub_is(r
 
 def test_a_card_that_lies_in_the_export_is_sent_as_it_is(run, hub):
     (run / "export" / "README.md").write_text("mine")
-    assert push.push_run(run, "me/mine", public=True) == "https://hub/me/mine"
+    assert result_hub.push_run(run, "me/mine", public=True) == "https://hub/me/mine"
     assert hub.repos["me/mine"]["README.md"] == b"mine" and hub.private == {"me/mine": False}
 
 
@@ -163,7 +163,7 @@ def test_a_commit_that_fails_leaves_no_repository(run, hub, capsys):
 
 
 def test_a_run_that_shall_be_pushed_is_refused_before_it_starts(monkeypatch):
-    from shardbook.run.push import check_push
+    from shardbook.run.result.hub import check_push
 
     words = ["train.push_to_hub=true", "train.hub_model_id=me/mine"]
     path = ROOT / "recipes" / "smollm2-135m-fsdp.toml"
@@ -181,7 +181,7 @@ def test_the_end_of_a_run_pushes_where_it_was_asked_to(run, hub):
     recipe = load_recipe(
         ROOT / "recipes" / "smollm2-135m-fsdp.toml", ["train.push_to_hub=true", "train.hub_model_id=me/mine"]
     )
-    push.push_if_asked(run, recipe.train, Console(True))
+    result_hub.push_if_asked(run, recipe.train, Console(True))
     assert "README.md" in hub.repos["me/mine"]
 
 

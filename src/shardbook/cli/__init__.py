@@ -134,7 +134,7 @@ def main(words: list[str] | None = None) -> int:
             case "report":
                 return run_report(asked.run, asked.html)
             case "eval":
-                from shardbook.run.evaluated import launch_evaluation
+                from shardbook.run.eval.model import launch_evaluation
 
                 return launch_evaluation(asked.model, keys, asked.nproc, asked.json)
             case "plan":
@@ -262,7 +262,7 @@ def run_plan(asked: argparse.Namespace, words: list[str]) -> int:
     from shardbook.objectives import build_objective
     from shardbook.plan.advised import write_advised
     from shardbook.plan.report import make_report, show_report
-    from shardbook.run.measured import calibrate, read_sample
+    from shardbook.run.calibration_runs import calibrate, read_sample
 
     recipe = read_recipe([*words, *([f"model.path={hub_id(asked.model)}"] if asked.model else [])])
     terms = build_objective(recipe.method, recipe.preference, recipe.distill).terms if asked.simulate else None

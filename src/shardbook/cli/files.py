@@ -10,7 +10,7 @@ def run_export(run: Path, checkpoint: Path | None, out: Path | None, dtype: str 
     """Writes a checkpoint as a Hugging Face directory, one 5 GB file in memory at a time, without a process group."""
     _check_run(run)
     recipe = load_recipe(run / "resolved.toml", is_past=True)
-    from shardbook.run.export import export_run
+    from shardbook.run.result.export import export_run
 
     note_gone(run / "resolved.toml")
     export_run(run, recipe, checkpoint, out, dtype or recipe.train.export_dtype, merges)
@@ -21,7 +21,7 @@ def run_push(run: Path, repo: str, public: bool, export: Path | None) -> int:
     """Sends a finished run's result to the Hub, in one commit."""
     _check_run(run)
     from shardbook.ranks.exits import RunFailed
-    from shardbook.run.push import push_run
+    from shardbook.run.result.hub import push_run
 
     try:
         print(f"{run} -> {push_run(run, repo, public, export)}")

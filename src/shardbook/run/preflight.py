@@ -19,7 +19,7 @@ from shardbook.ranks.machine import gpu_bytes, memory_bytes, too_large
 from shardbook.recipe import Model, Recipe, RecipeError
 from shardbook.run.directory import check_run_directory
 from shardbook.run.log.trackers import check_installed
-from shardbook.run.push import check_push
+from shardbook.run.result.hub import check_push
 
 
 def preflight(recipe: Recipe, name: str, ranks: Ranks) -> None:

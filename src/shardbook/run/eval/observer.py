@@ -10,7 +10,7 @@ from shardbook.parallel.pipeline import run_forward
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.ranks.distributed import Ranks, sum_over_ranks
 from shardbook.ranks.progress import mark_each
-from shardbook.run.generate import Generation
+from shardbook.run.eval.generate import Generation
 from shardbook.run.log.console import Console
 from shardbook.run.log.recorder import Metrics
 from shardbook.run.log.step_log import StepLog
