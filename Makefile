@@ -131,7 +131,7 @@ test-reliability: $(DEV)  ## crash points, damage, full disks, 296 kills and wha
 # (plans, recipes, rows, files, the house) is not asked again; of the real weights all is.
 NARROW = ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 $(PYTEST)
 COUNTS_ALONE = house plan simulate translate recipe torch pipeline_peak settings offline bench peers page plan_assumed \
-	plan_module measured_blocks peak step_timeline schedule refusals docs families_page ledger outcome look chat completion formats \
+	plan_module measured_blocks peak step_timeline schedule refusals docs families_page ledger outcome preview chat completion formats \
 	rows machines step_log console out_of_memory gpus progress push trackers exits mesh rendezvous restarts stop world \
 	checkpoint_errors checkpoint_format
 test-cpu: $(DEV)  ## numbers on another processor: units, real weights and the parity matrix without wide vectors

@@ -27,8 +27,8 @@ from shardbook.ranks.distributed import (
     watch_steps,
 )
 from shardbook.ranks.exits import DONE, exit_rank
+from shardbook.ranks.process_env import use_deterministic
 from shardbook.ranks.progress import PROGRESS
-from shardbook.ranks.settings import use_deterministic
 from shardbook.ranks.signals import StopFlag
 from shardbook.recipe import Recipe, RecipeError, find_recipe, flatten_recipe, load_recipe
 from shardbook.run.build import allocate_state, build_sharded

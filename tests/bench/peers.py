@@ -28,7 +28,7 @@ from pathlib import Path
 from peer_loops import CONTENDERS, exchanges, full_rows, recipe_words
 from peer_report import DOCS, ON_FOUR_RANKS, OURS, PAIRS, TOLERANCE, Group, compare, judge, show
 
-from shardbook.ranks.settings import malloc_defaults
+from shardbook.ranks.process_env import malloc_defaults
 
 ROOT = Path(__file__).parents[2]
 # what stands in memory together, and steps in turn: each takes 6 to 9 GB, and malloc keeps it between steps

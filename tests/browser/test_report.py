@@ -16,7 +16,7 @@ from shardbook.compare.data_page import write_data_page
 from shardbook.compare.outcome import Outcome
 from shardbook.compare.plan_page import write_plan_page
 from shardbook.compare.run_page import write_run_page
-from shardbook.data.look import Look, Piece, SourceCounts, TokenSequence
+from shardbook.data.preview import Piece, Preview, SourceCounts, TokenSequence
 from shardbook.plan.hardware import build_cluster
 from shardbook.plan.report import make_report
 from shardbook.recipe import find_recipe, load_recipe
@@ -214,7 +214,7 @@ def test_the_page_of_data(opened, scheme, tmp_path):
         Piece(text, trained, 1) for text, trained in (("<b>", False), ("\n", False), ("ok", True), ("!" * 300, True))
     ]
     part = SourceCounts("a.jsonl </script>", np.array([4, 17]), 2, 1, 0)
-    look = Look(
+    look = Preview(
         [("a.jsonl, row 0", [TokenSequence("chosen", ones, 4, 2)])], [part], [(0, 9, 1), (10, 19, 1)], "2 documents"
     )
     write_data_page(tmp_path / "data.html", "mine", look)

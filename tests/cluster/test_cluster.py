@@ -203,7 +203,7 @@ def test_the_heads_port_is_taken(recipe, tmp_path):
 
 
 def test_a_node_does_not_come(recipe, tmp_path):
-    shorter = "import sys, shardbook.ranks.join as join; join.JOIN_SECONDS = 4; from shardbook.train import main"
+    shorter = "import sys, shardbook.ranks.rendezvous as join; join.JOIN_SECONDS = 4; from shardbook.train import main"
     variables = ("RANK=0", "WORLD_SIZE=2", "LOCAL_RANK=0", "LOCAL_WORLD_SIZE=1", f"MASTER_ADDR={HOSTS[0]}")
     program = (sys.executable, "-c", f"{shorter}; sys.exit(main())", str(recipe), "run.name=refused")
     command = on_node(0, "env", *variables, f"MASTER_PORT={PORT}", *program)

@@ -270,7 +270,7 @@ def compiles_parts():
 
 def unpack_with(plant, device):
     """How many compiled kernels unpack a matrix, in how many parts, and its bits."""
-    from shardbook.comm import fused
+    from shardbook.comm import compile_on_cuda as fused
 
     real, embedding, kernels, parts = torch.compile, nf4.F.embedding, [], []
 

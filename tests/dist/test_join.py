@@ -12,7 +12,7 @@ from world import run_world, train_rank
 
 def start(recipe, seconds, changes):
     """A rank that waits `seconds` in place of minutes; `changes`: variables of some ranks, by their first RANK."""
-    import shardbook.ranks.join as join
+    import shardbook.ranks.rendezvous as join
 
     join.SILENT_SECONDS, join.JOIN_SECONDS, join.TELL_SECONDS = seconds, seconds, seconds / 2
     os.environ.update(changes.get(os.environ["RANK"], {}))
@@ -89,7 +89,7 @@ def member(rank, world_size=4, **more):
 )
 def test_what_each_rank_finds_wrong_is_the_same(members, said):
     """It depends on the beginning of what was written in order, not on how much more a rank has seen."""
-    from shardbook.ranks.join import find_refusal
+    from shardbook.ranks.rendezvous import find_refusal
 
     refusal = find_refusal(members, 4)
     assert refusal.startswith(said) and bool(refusal) == bool(said)
@@ -190,8 +190,8 @@ def out_of_reach():
     from datetime import timedelta
 
     import shardbook.ranks.distributed as distributed
-    from shardbook.ranks.join import open_store
     from shardbook.ranks.launchers import Rendezvous
+    from shardbook.ranks.rendezvous import open_store
     from shardbook.recipe import RecipeError
 
     place = Rendezvous(0, 2, 0, 1, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
@@ -228,7 +228,7 @@ def test_a_rank_0_that_ends_meanwhile_is_no_refusal(monkeypatch):
     """Exit code 1, not 2: then --max-restarts starts the ranks again, on every node."""
     import torch.distributed as dist
 
-    import shardbook.ranks.join as join
+    import shardbook.ranks.rendezvous as join
     from shardbook.ranks.exits import RunFailed
     from shardbook.ranks.launchers import Rendezvous
 

@@ -1,5 +1,5 @@
-"""What the installed torch says of a peer that is gone, provoked: other words than ranks/lost.py knows turn this red.
-(A peer that gloo does not reach: tests/dist/test_join.py.)"""
+"""What the installed torch says of a peer that is gone, provoked: other words than ranks/peer_errors.py knows turn it
+red. (A peer that gloo does not reach: tests/dist/test_join.py.)"""
 
 import os
 from datetime import timedelta
@@ -8,7 +8,7 @@ import pytest
 import torch
 from world import run_world
 
-from shardbook.ranks.lost import broken_connection, is_closed_store, is_lost_peer, is_out_of_reach
+from shardbook.ranks.peer_errors import broken_connection, is_closed_store, is_lost_peer, is_out_of_reach
 
 
 def of_each(calls):

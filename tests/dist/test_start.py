@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tiny import CHATML
 from world import run_world, train_rank
 
-from shardbook.ranks.distributed import agree, broadcast_from_main
+from shardbook.ranks.distributed import broadcast_from_main, raise_on_all_ranks
 from shardbook.ranks.exits import RunFailed
 from shardbook.recipe import RecipeError
 
@@ -90,7 +90,7 @@ def errors_of(share, rank, error):
 )
 def test_an_error_of_one_rank_is_that_of_all(error):
     """Until then a rank waited in a collective that rank 0 had left."""
-    for share, rank in ((broadcast_from_main, 0), (agree, 1)):
+    for share, rank in ((broadcast_from_main, 0), (raise_on_all_ranks, 1)):
         assert run_world(2, errors_of, share, rank, error) == [(type(error).__name__, str(error))] * 2
 
 

@@ -22,7 +22,7 @@ from world import losses, run_train, run_world, train_rank
 from shardbook.comm.ledger import sent_between_nodes
 from shardbook.comm.quantize import BLOCK
 from shardbook.parallel.mesh import axis_groups
-from shardbook.parallel.switches import read_switches
+from shardbook.parallel.zeropp import read_switches
 from shardbook.recipe import Parallel, RecipeError, check_parallel
 
 STEPS, MAX_NORM = 4, 0.5
@@ -357,7 +357,7 @@ def plant(function):
 
 def around_gather(change):
     """`change(gather, self, output, shard, group)` in place of the quantised all-gather."""
-    from shardbook.comm import collectives
+    from shardbook.comm import zeropp_collectives as collectives
 
     real = collectives.QuantizedAllGather.__call__
 
@@ -391,7 +391,7 @@ def stale_secondary_shard():
 
 @plant
 def scales_of_the_wrong_rank():
-    from shardbook.comm import collectives
+    from shardbook.comm import zeropp_collectives as collectives
 
     real = collectives.dequantize
 
@@ -406,7 +406,7 @@ def scales_of_the_wrong_rank():
 
 @plant
 def missing_slice_reorder():
-    from shardbook.comm import collectives
+    from shardbook.comm import zeropp_collectives as collectives
 
     real = collectives.QuantizedReduceScatter.__call__
 
@@ -420,7 +420,7 @@ def missing_slice_reorder():
 
 @plant
 def mean_in_place_of_sum():
-    from shardbook.comm import collectives
+    from shardbook.comm import zeropp_collectives as collectives
 
     real = collectives.QuantizedReduceScatter.__call__
 
@@ -436,7 +436,7 @@ def mean_in_place_of_sum():
 
 @plant
 def dropped_tail():
-    from shardbook.comm import collectives
+    from shardbook.comm import zeropp_collectives as collectives
 
     real = collectives.quantize
 
@@ -450,7 +450,7 @@ def dropped_tail():
 
 @plant
 def nibbles_swapped_on_the_way_back():
-    from shardbook.comm import collectives
+    from shardbook.comm import zeropp_collectives as collectives
 
     real = collectives.dequantize
 

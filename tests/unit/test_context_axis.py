@@ -14,7 +14,7 @@ from shardbook.model.context import own_heads, partition_heads, split_rows
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.library import shard_model
 from shardbook.parallel.mesh import DataRank, fold_sizes, resolve_sizes, unfold_sizes
-from shardbook.parallel.switches import read_switches
+from shardbook.parallel.zeropp import read_switches
 from shardbook.recipe import STAGES, Parallel, Precision, find_stage, load_recipe
 
 BESIDE = {  # what a recipe may not have beside cp_size = 2, and what the error says

@@ -8,7 +8,7 @@ from tiny import CHATML, encode_row, tokenizer, trained_text
 from shardbook.data.formats import FORMATS, Chat, Text, read_row, without_none
 from shardbook.data.pairs import split_pair
 from shardbook.recipe import RecipeError
-from shardbook.recipe.rows import FIELDS
+from shardbook.recipe.data import FIELDS
 
 # As Qwen writes tools, their calls and what they return; its last answer begins with an empty thought.
 QWEN = """

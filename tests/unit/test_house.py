@@ -94,9 +94,9 @@ def circle(imports: dict[str, set[str]]) -> list[str]:
     return next((found for file in imports if (found := walk(file, []))), [])
 
 
-@pytest.mark.parametrize("name", ["join", "heartbeat", "exits", "progress", "lost"])
+@pytest.mark.parametrize("name", ["rendezvous", "heartbeat", "exits", "progress", "peer_errors"])
 def test_what_watches_over_ranks_knows_nothing_of_what_they_do(name):
-    allowed = {f"ranks/{other}.py" for other in ("join", "heartbeat", "exits", "progress", "lost")}
+    allowed = {f"ranks/{other}.py" for other in ("rendezvous", "heartbeat", "exits", "progress", "peer_errors")}
     allowed |= {"recipe/__init__.py", "comm/torch_private.py", "ranks/launchers.py"}
     assert imported_files(f"ranks/{name}.py") <= allowed
 
@@ -160,7 +160,7 @@ def test_a_test_that_patches_the_story_turns_it_red(line):
 
 def test_a_launcher_imports_no_torch():
     """It checks a recipe and starts ranks, which import torch at the same time as it would have."""
-    rooms = "cli, recipe, data.files, parallel.mesh, ranks.launch, ranks.machine"
+    rooms = "cli, recipe, data.find, parallel.mesh, ranks.launch, ranks.machine"
     code = (
         f"import sys, {', '.join(f'shardbook.{room}' for room in rooms.split(', '))}; sys.exit('torch' in sys.modules)"
     )
@@ -256,7 +256,7 @@ def test_lines_of_ranks_go_through_one_function():
     assert [name for name, text in rooms.items() if re.search(r"(?<![.\w])print\((?!self)", text)] == []
 
 
-TOOLS = {"plan", "compare", "translate", "cli", "evaluate.py", "data/look.py"}
+TOOLS = {"plan", "compare", "translate", "cli", "evaluate.py", "data/preview.py"}
 
 
 def test_rooms_stay_small():

@@ -10,7 +10,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor import metrics
 
-from shardbook.comm.fused import fused
+from shardbook.comm.compile_on_cuda import fused
 from shardbook.comm.versions import release_of
 from shardbook.model import nf4
 from shardbook.recipe import RecipeError

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import metrics
 
 from shardbook import optim
-from shardbook.comm.fused import fused
+from shardbook.comm.compile_on_cuda import fused
 from shardbook.optim import build_optimizer, clip_gradients, elementwise, gradient_norm, learning_rate, squares_of
 from shardbook.optim.table import OPTIMIZERS
 from shardbook.recipe import Optim, learning

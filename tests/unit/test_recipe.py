@@ -15,7 +15,7 @@ from shardbook.recipe import (
     load_recipe,
     resolve_precision,
 )
-from shardbook.recipe.files import other_words, parse_recipe
+from shardbook.recipe.load import other_words, parse_recipe
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from shardbook.data.loader import Batching, Loader, build_micro_batch, eval_micr
 from shardbook.data.sources import load_sources, mix, read_raw
 from shardbook.data.tokenized import Documents, build_documents, check_vocabulary, digest_rows, pack
 from shardbook.recipe import Data, RecipeError, list_recipes, load_recipe
-from shardbook.recipe.files import parse_recipe
+from shardbook.recipe.load import parse_recipe
 from shardbook.run.directory import RunDirectory, first_day
 from shardbook.run.prompts import build_prompts
 

@@ -12,7 +12,7 @@ import torch
 from world import losses, run_train, run_world
 
 from shardbook.ranks import launch
-from shardbook.ranks.settings import allocator_default, malloc_defaults, record_in, start_recorder, use_deterministic
+from shardbook.ranks.process_env import allocator_default, malloc_defaults, record_in, start_recorder, use_deterministic
 from shardbook.recipe import RecipeError
 
 EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}

@@ -6,7 +6,7 @@ import pytest
 from datasets import Dataset, load_dataset
 
 from shardbook.data import sources
-from shardbook.data.files import find_files
+from shardbook.data.find import find_files
 from shardbook.data.slices import split_slice
 from shardbook.data.sources import load_sources, read_raw
 from shardbook.recipe import RecipeError

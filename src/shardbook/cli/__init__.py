@@ -1,5 +1,5 @@
 """The console command `shardbook`: its arguments, and the modules that its commands call. A run is train.py's story.
-Commands that only read and write files are in cli/files.py."""
+Commands that only read and write files are in cli/results.py."""
 
 import argparse
 import sys
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import shardbook
-from shardbook.cli.files import run_export, run_init, run_push, show_recipes
+from shardbook.cli.results import run_export, run_init, run_push, show_recipes
 from shardbook.comm.versions import check_versions
 from shardbook.plan.hardware import build_cluster
 from shardbook.recipe import RecipeError, describe_keys, find_recipe, load_recipe, parse_recipe
@@ -300,11 +300,11 @@ def run_data(name: str, overrides: list[str], rows: int, html: Path | None) -> i
         raise RecipeError(f"--rows {rows}: must be at least 0")
     check_new("--html", html)
     recipe = load_recipe(find_recipe(name), overrides)
-    from shardbook.data.files import find_sources
+    from shardbook.data.find import find_sources
 
     find_sources(recipe.data.train, "data.train")  # before transformers is imported
     from shardbook.data.encoding import load_tokenizer
-    from shardbook.data.look import show_look, take_look
+    from shardbook.data.preview import show_preview, take_preview
     from shardbook.model.families import load_config
     from shardbook.model.hub import config_folder, tokenizer_folder
     from shardbook.model.laid_out import check_recipe
@@ -312,10 +312,10 @@ def run_data(name: str, overrides: list[str], rows: int, html: Path | None) -> i
     check_recipe(recipe, load_config(recipe.model, config_folder(recipe.model), recipe.data.max_length))
     folder = tokenizer_folder(recipe.model)
     tokenizer = load_tokenizer(folder, "model.tokenizer", recipe.data.chat_template)
-    look = take_look(recipe.data, recipe.train, tokenizer, folder, rows, sequences=recipe.sequences)
-    show_look(look)
+    preview = take_preview(recipe.data, recipe.train, tokenizer, folder, rows, sequences=recipe.sequences)
+    show_preview(preview)
     if html:
         from shardbook.compare.data_page import write_data_page
 
-        write_data_page(html, name, look)
+        write_data_page(html, name, preview)
     return 0

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardbook.arithmetic import ceil_div
-from shardbook.comm.fused import fused
+from shardbook.comm.compile_on_cuda import fused
 
 LARGEST = {8: 127, 4: 7}  # bits -> steps on either side of zero: -128 and -8 stay unused, for a symmetric range
 BLOCK = 128  # elements that share a scale

@@ -1,6 +1,6 @@
 """A recipe's data as one self-contained page: sources, lengths, and rows with their trained tokens marked.
 
-Invariant: it shows a `Look` and counts nothing itself. No script and no request; light, dark and print by CSS alone.
+Invariant: it shows a `Preview` and counts nothing itself. No script and no request; light, dark and print by CSS alone.
 """
 
 from pathlib import Path
@@ -8,15 +8,17 @@ from pathlib import Path
 from markupsafe import Markup
 
 from shardbook.compare.page import Panel, render
-from shardbook.data.look import COLUMNS, Look
+from shardbook.data.preview import COLUMNS, Preview
 
 
-def write_data_page(path: Path, title: str, look: Look) -> None:
-    """Writes the page of `look`."""
-    sources = [(name, dict(zip(COLUMNS[1:], cells, strict=True))) for name, *cells in (p.cells() for p in look.parts)]
-    lengths = [(f"{first:,} to {last:,}", {"sequences": count}) for first, last, count in look.bars]
+def write_data_page(path: Path, title: str, preview: Preview) -> None:
+    """Writes the page of `preview`."""
+    sources = [
+        (name, dict(zip(COLUMNS[1:], cells, strict=True))) for name, *cells in (p.cells() for p in preview.parts)
+    ]
+    lengths = [(f"{first:,} to {last:,}", {"sequences": count}) for first, last, count in preview.bars]
     texts = [
-        (name, {one.title: [piece[:2] for piece in one.pieces] for one in all_of}) for name, all_of in look.examples
+        (name, {one.title: [piece[:2] for piece in one.pieces] for one in all_of}) for name, all_of in preview.examples
     ]
     words = "Each token is ended by a thin line. <mark>Trained tokens</mark> are underlined; the others are context."
     panels = [
@@ -24,4 +26,4 @@ def write_data_page(path: Path, title: str, look: Look) -> None:
         Panel("Lengths", "Sequences by their tokens, after cutting.", lengths, "counts", heads=("tokens",), form=","),
         Panel("Rows", Markup(words), texts, "tokens"),
     ]
-    render(path, title, [look.summary, *look.unread], panels)
+    render(path, title, [preview.summary, *preview.unread], panels)

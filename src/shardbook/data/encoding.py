@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from shardbook.data.chat import Encoded, Encoder
 from shardbook.data.fields import read_fields
-from shardbook.data.files import read_template
+from shardbook.data.find import read_template
 from shardbook.data.formats import RawRow
 from shardbook.data.pairs import split_pair
 from shardbook.data.sources import Source, read_raw

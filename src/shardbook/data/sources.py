@@ -20,7 +20,7 @@ import xxhash
 from datasets import Dataset, Features, Value, disable_progress_bars, load_dataset, load_dataset_builder, load_from_disk
 from datasets.config import HF_DATASETS_CACHE as CACHE
 
-from shardbook.data.files import (
+from shardbook.data.find import (
     HUB,
     JSON,
     READERS,

@@ -16,7 +16,7 @@ from datasets import Dataset, concatenate_datasets
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from shardbook.data.encoding import Encoding, digest_tokenizer, encode_source, unread_fields
-from shardbook.data.files import read_template, source_keys
+from shardbook.data.find import read_template, source_keys
 from shardbook.data.sources import load_sources, mix
 from shardbook.data.template import CLOCK
 from shardbook.recipe import Data, RecipeError

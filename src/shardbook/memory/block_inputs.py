@@ -18,7 +18,7 @@ from shardbook.model.causal_lm import CausalLM
 from shardbook.recipe import Offload
 
 
-def send_inputs(model: CausalLM, recomputed: Sequence[int], offload: Offload) -> None:
+def offload_block_inputs(model: CausalLM, recomputed: Sequence[int], offload: Offload) -> None:
     """Offloads inputs of the blocks whose numbers are in `recomputed`, where offload.activations = cpu."""
     if offload.activations == "cpu":
         model.around_block = HostInputs(recomputed)

@@ -37,7 +37,7 @@ from shardbook.optim.elementwise import step_adamw
 from shardbook.optim.table import adamw_settings
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.sharding import ShardedModel
-from shardbook.ranks.distributed import agree
+from shardbook.ranks.distributed import raise_on_all_ranks
 from shardbook.ranks.exits import RunFailed
 from shardbook.recipe import Optim
 
@@ -283,8 +283,8 @@ def offload_state(model: CausalLM, sharded: ShardedModel, optim: Optim, device: 
     sizes, of_node = host_state.offloaded_bytes(layout, dist.get_rank()), layout.ranks_per_node
     is_first = dist.get_rank() % of_node == 0
     # one rank a node, before any of its ranks reserves: else a late rank counts what others reserved as not free
-    agree(lambda: host_state.check_room(layout, of_node) if is_first else None)
-    file = agree(lambda: DirectFile(Path(layout.offload.path), sizes["disk"]) if "disk" in sizes else None)
+    raise_on_all_ranks(lambda: host_state.check_room(layout, of_node) if is_first else None)
+    file = raise_on_all_ranks(lambda: DirectFile(Path(layout.offload.path), sizes["disk"]) if "disk" in sizes else None)
     materialize(model, device)
     optimizer = sharded.offloaded = build_host_adamw(model, layout, optim, device, file)
     return optimizer

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from shardbook.comm.fused import fused
+from shardbook.comm.compile_on_cuda import fused
 from shardbook.parallel.tensor import TensorAxis, all_gather_plain, local_part
 
 PRODUCT_ROWS = 32_768  # rows of the head's gradient that one product makes

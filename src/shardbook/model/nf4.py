@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardbook.arithmetic import round_up
-from shardbook.comm.fused import fused
+from shardbook.comm.compile_on_cuda import fused
 from shardbook.comm.torch_private import slots_of
 from shardbook.parallel.byte_gather import BYTES
 from shardbook.parallel.units import GLOBAL_NUMEL

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardbook.comm.fused import fused
+from shardbook.comm.compile_on_cuda import fused
 from shardbook.optim.elementwise import local_values, send_numbers
 from shardbook.parallel.boxes import shard_number
 from shardbook.parallel.units import GLOBAL_SHAPES

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from shardbook.comm.fused import fused
+from shardbook.comm.compile_on_cuda import fused
 from shardbook.parallel.tensor import local_part
 from shardbook.recipe import Optim
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shardbook.axes import CP, DATA_AXES, DP_REPLICATE, DP_SHARD, PP, PP_BACKWARD, PP_ENDS, PP_FORWARD, TP
-from shardbook.comm.collectives import ZeroppSwitches
+from shardbook.comm.zeropp_collectives import ZeroppSwitches
 from shardbook.parallel.mesh import (
     DataRank,
     axis_groups,
@@ -26,8 +26,8 @@ from shardbook.parallel.mesh import (
     unfold_sizes,
 )
 from shardbook.parallel.schedule import Pipeline
-from shardbook.parallel.switches import read_switches
 from shardbook.parallel.units import Unit, backward_order, choose_units
+from shardbook.parallel.zeropp import read_switches
 from shardbook.recipe import Offload, Parallel, Precision, Stage, find_stage
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # by their names in a recipe

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from shardbook.axes import DP_REPLICATE, DP_SHARD
-from shardbook.comm.collectives import QuantizedAllGather, QuantizedReduceScatter, share_secondary_mesh
+from shardbook.comm.zeropp_collectives import QuantizedAllGather, QuantizedReduceScatter, share_secondary_mesh
 from shardbook.parallel.byte_gather import gather_bytes
 from shardbook.parallel.context import set_cp_group
 from shardbook.parallel.layout import Layout

@@ -22,17 +22,17 @@ import torch.distributed as dist
 from shardbook.comm.torch_private import backends_of
 from shardbook.ranks.exits import RunFailed, watch_launcher
 from shardbook.ranks.heartbeat import Heartbeat
-from shardbook.ranks.join import INTERFACE, Store, join_ranks, read_member
 from shardbook.ranks.launchers import Rendezvous, read_rendezvous
-from shardbook.ranks.lost import is_out_of_reach
-from shardbook.ranks.progress import PROGRESS
-from shardbook.ranks.settings import (
+from shardbook.ranks.peer_errors import is_out_of_reach
+from shardbook.ranks.process_env import (
     allocator_default,
     forbid_tf32,
     raise_descriptors,
     record_in,
     start_recorder,
 )
+from shardbook.ranks.progress import PROGRESS
+from shardbook.ranks.rendezvous import INTERFACE, Store, join_ranks, read_member
 from shardbook.recipe import RecipeError, first_line
 
 T = TypeVar("T")
@@ -220,7 +220,7 @@ def broadcast_from_main(make: Callable[[], T], shared: Shared = SHARED_ERRORS) -
     return cast(T, box[0])
 
 
-def agree(make: Callable[[], T]) -> T:
+def raise_on_all_ranks(make: Callable[[], T]) -> T:
     """Returns this rank's result of `make`, which need not be sent; raises as `gather_results` does. Collective."""
     results = list[T]()
     gather_results(lambda: results.append(make()))

@@ -34,7 +34,10 @@ def report_error(error: BaseException, code: int) -> int:
     since most errors happen on every rank; another rank soon after, a node's first before its others; a rank that only
     lost its peer last, since it knows no reason, and its heartbeat prints the reason if one arrives meanwhile.
     """
-    from shardbook.ranks.lost import broken_connection, is_lost_peer  # it imports torch, which signals.py must not
+    from shardbook.ranks.peer_errors import (  # it imports torch, which signals.py must not
+        broken_connection,
+        is_lost_peer,
+    )
 
     refused = code == WRONG  # every rank finds this out by itself
     lost_peer = is_lost_peer(error)

@@ -18,10 +18,10 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # public,
 
 from shardbook.comm.torch_private import collectives_record
 from shardbook.ranks.exits import LEAVING, ON_EXIT, ON_FAILURE, RERUN_HINT, end_run
-from shardbook.ranks.join import Store, name_ranks, open_store, read_member
 from shardbook.ranks.launchers import Rendezvous
-from shardbook.ranks.lost import is_closed_store
+from shardbook.ranks.peer_errors import is_closed_store
 from shardbook.ranks.progress import PROGRESS, RankProgress, find_stragglers
+from shardbook.ranks.rendezvous import Store, name_ranks, open_store, read_member
 from shardbook.recipe import RecipeError
 
 BEAT_SECONDS = 2.0  # at most: an eighth of the shorter limit where that is less

@@ -23,7 +23,7 @@ from typing import Any
 from shardbook.ranks.exits import DONE, FAILED, LAUNCHER, PREEMPTED, WRONG, watch_launcher
 from shardbook.ranks.launchers import Rendezvous, check_alone
 from shardbook.ranks.machine import has_driver
-from shardbook.ranks.settings import allocator_default, malloc_defaults
+from shardbook.ranks.process_env import allocator_default, malloc_defaults
 from shardbook.ranks.signals import STOPS
 from shardbook.recipe import RecipeError
 

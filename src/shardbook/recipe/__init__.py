@@ -3,7 +3,9 @@
 Imports no torch, so a command line is refused in milliseconds.
 """
 
-from shardbook.recipe.files import (
+from shardbook.recipe.data import Data
+from shardbook.recipe.learning import Distill, Lora, Optim, Preference
+from shardbook.recipe.load import (
     describe_keys,
     dump_recipe,
     find_recipe,
@@ -15,9 +17,7 @@ from shardbook.recipe.files import (
     parse_recipe,
     resolve_precision,
 )
-from shardbook.recipe.learning import Distill, Lora, Optim, Preference
 from shardbook.recipe.refusals import Conflict, check_parallel, conflicts, with_settings
-from shardbook.recipe.rows import Data
 from shardbook.recipe.schema import Recipe
 from shardbook.recipe.sections import (
     TIERS,

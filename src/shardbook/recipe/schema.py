@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
+from shardbook.recipe.data import Data
 from shardbook.recipe.learning import PAIRED, Distill, Lora, Optim, Preference
 from shardbook.recipe.refusals import conflicts, refuse
-from shardbook.recipe.rows import Data
 from shardbook.recipe.sections import (
     Activation,
     Generate,

@@ -7,7 +7,7 @@ the stage has cut.
 import torch
 
 from shardbook.memory.activation import apply_checkpointing
-from shardbook.memory.block_inputs import send_inputs
+from shardbook.memory.block_inputs import offload_block_inputs
 from shardbook.memory.host_adamw import offload_state
 from shardbook.model.causal_lm import CausalLM, apply_compile, materialize
 from shardbook.optim import build_optimizer
@@ -21,7 +21,7 @@ def build_sharded(job: Job, device: torch.device) -> ShardedModel:
     """Applies checkpointing, compile and the stage to the job's model, in place; it has no memory yet. Collective."""
     activation, model = job.recipe.activation, job.model
     recomputed = apply_checkpointing(model.all_blocks, activation, job.recipe.lora.lora_dropout > 0)
-    send_inputs(model, recomputed, job.recipe.offload)
+    offload_block_inputs(model, recomputed, job.recipe.offload)
     if job.recipe.train.compile:
         apply_compile(model)
     return apply_stage(model, job.layout, build_mesh(job.layout.sizes, device.type))

@@ -6,7 +6,7 @@ made, and of a model only its small files are fetched. Rows are looked at where 
 
 from pathlib import Path
 
-from shardbook.data.files import find_sources, read_template
+from shardbook.data.find import find_sources, read_template
 from shardbook.model import embedded
 from shardbook.model.families import load_config
 from shardbook.model.hub import config_folder, read_header, tokenizer_folder, weights_files

@@ -34,7 +34,7 @@ from shardbook.parallel.units import GLOBAL_SHAPES, TP_SHARDED
 from shardbook.plan.formulas import predict_copied
 from shardbook.ranks.distributed import broadcast_from_main, gather_results, sum_over_ranks
 from shardbook.ranks.exits import RunFailed
-from shardbook.ranks.lost import is_lost_peer
+from shardbook.ranks.peer_errors import is_lost_peer
 from shardbook.ranks.progress import long_phase
 from shardbook.recipe import RecipeError, first_line
 from shardbook.run.checkpoint import disk

@@ -1,6 +1,6 @@
 """ZeRO++'s switches, as ranks along dp_shard and nodes make of them what `[parallel]` asks for."""
 
-from shardbook.comm.collectives import ZeroppSwitches
+from shardbook.comm.zeropp_collectives import ZeroppSwitches
 from shardbook.recipe import Parallel, RecipeError
 
 

@@ -9,7 +9,7 @@ from tiny import tokenizer, write_chats
 from shardbook import cli
 from shardbook.compare.data_page import write_data_page
 from shardbook.data.loader import Loader, choose_batching
-from shardbook.data.look import _bars, _pieces, as_text, show_look, take_look
+from shardbook.data.preview import _bars, _pieces, as_text, show_preview, take_preview
 from shardbook.data.tokenized import build_documents
 from shardbook.parallel.mesh import DataRank
 from shardbook.recipe import load_recipe
@@ -30,7 +30,7 @@ def place(tmp_path):
 
 def look_at(place, *words, rows=2, sequences=1):
     recipe = load_recipe(place / "look.toml", ["data.skip_untrainable=true", *words])
-    return take_look(recipe.data, recipe.train, tokenizer(), place / "coder", rows, sequences), recipe
+    return take_preview(recipe.data, recipe.train, tokenizer(), place / "coder", rows, sequences), recipe
 
 
 def test_tokens_are_text_again_and_a_character_of_several_is_one_piece():
@@ -97,7 +97,7 @@ def test_pairs_stand_one_under_the_other(place, capsys):
     assert chosen.title == "chosen: 6 tokens, 2 of them trained"
     assert rejected.title == "rejected: 11 tokens, 7 of them trained"
     assert look.bars == [(n, n, {6: 2, 11: 2}.get(n, 0)) for n in range(12)]
-    show_look(look)
+    show_preview(look)
     out = capsys.readouterr().out
     assert "1+1=⟦2<|endoftext|>⟧" in out and out.index("chosen: 6") < out.index("rejected: 11")
 

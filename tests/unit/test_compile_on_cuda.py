@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch._dynamo.config
 
-from shardbook.comm import fused as fused_module
-from shardbook.comm.fused import fused
+from shardbook.comm import compile_on_cuda as fused_module
+from shardbook.comm.compile_on_cuda import fused
 
 
 def row_sums(rows, bias):

@@ -1,4 +1,4 @@
-"""A look at the data as it will be trained: first rows token by token, lengths, padding, truncated and dropped rows.
+"""A preview of the data as it will be trained: first rows token by token, lengths, padding, truncated and dropped rows.
 
 Invariant: it shows and counts only what the loader would give. Needs a tokenizer, no weights.
 """
@@ -63,7 +63,7 @@ class SourceCounts(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Look:
+class Preview:
     examples: list[tuple[str, list[TokenSequence]]]  # with the names of their rows
     parts: list[SourceCounts]  # each source, then all, then the held-out rows
     bars: list[tuple[int, int, int]]  # histogram of sequences' lengths: from, to, count
@@ -71,11 +71,11 @@ class Look:
     unread: list[str]  # of each source that has some: its fields that are not read, in words
 
 
-def take_look(
+def take_preview(
     data: Data, train: Train, tokenizer: PreTrainedTokenizerBase, folder: Path, rows: int, sequences: int
-) -> Look:
-    """Returns a look at `data` in micro-batches as `train` has them: the first `rows` of each source, `sequences` to an
-    example. Raises RecipeError where a run would."""
+) -> Preview:
+    """Returns a preview of `data` in micro-batches as `train` has them: the first `rows` of each source, `sequences` to
+    an example. Raises RecipeError where a run would."""
     documents, held_out = build_documents(data, tokenizer, folder, sequences)
     numbers = np.array([number for row in documents.rows for number in row])
     parts, examples, start = [], [], 0
@@ -102,7 +102,7 @@ def take_look(
         for source in (each.sources if each else ())
         if source.unread
     ]
-    return Look(examples, parts, _bars(lengths), summary, unread)
+    return Preview(examples, parts, _bars(lengths), summary, unread)
 
 
 def _count(name: str, documents: Documents, numbers: np.ndarray, dropped: int) -> SourceCounts:
@@ -158,25 +158,25 @@ def _pieces(ids: list[int], mask: list[bool], tokenizer: PreTrainedTokenizerBase
     return pieces
 
 
-def show_look(look: Look) -> None:
-    """Prints the look on standard output: trained tokens in green, or in brackets where there are no colors."""
+def show_preview(preview: Preview) -> None:
+    """Prints the preview on standard output: trained tokens in green, or in brackets where there are no colors."""
     console = build_console()
     is_plain = not console.is_terminal or console.no_color
-    for title, sequences in look.examples:
+    for title, sequences in preview.examples:
         console.print(title, style="bold", markup=False)
         for sequence in sequences:
             console.print(Text(sequence.title, style="italic"))
             console.print(as_text(sequence, is_plain), end="\n\n")
     table = Table(COLUMNS[0], *(Column(name, justify="right") for name in COLUMNS[1:]))
-    for part in look.parts:
+    for part in preview.parts:
         table.add_row(*part.cells())
     console.print(table)
-    for line in (look.summary, *look.unread):
+    for line in (preview.summary, *preview.unread):
         console.print(line, markup=False)
     console.print("\ntokens of a sequence")
-    most = max(count for _, _, count in look.bars)
-    wide = len(f"{look.bars[-1][1]:,}")
-    for first, last, count in look.bars:
+    most = max(count for _, _, count in preview.bars)
+    wide = len(f"{preview.bars[-1][1]:,}")
+    for first, last, count in preview.bars:
         console.print(f"{first:>{wide},} to {last:>{wide},}  {'█' * ceil_div(BAR * count, most):<{BAR}} {count:,}")
 
 
