@@ -195,7 +195,7 @@ def test_bytes_by_hand(outcomes):
         ("all_gather", "dp_shard_inside"): (3 * 3, 3 * 4 * 3 * block),  # backward: fp32, inside a node
         ("all_to_all", "dp_shard_inside"): (4 * 3, 3 * 4 * sum(n * (128 + 4) for n in rows)),
         ("all_to_all", "dp_shard_across"): (4 * 3, 3 * 2 * sum(n * (64 + 4) for n in rows)),
-        ("all_reduce", "dp_shard"): (2, 80),
+        ("all_reduce", "dp_shard"): (3, 80),
     }
 
 
