@@ -75,14 +75,14 @@ def evaluate_model(model: str, recipe: Recipe, run: Path | None, ranks: Ranks, i
         held_out = reference.attach()
         assert held_out is not None
         metrics = evaluate(sharded, job.objective, held_out, job.batching, ranks)
-    found: dict[str, Any] = {name.removeprefix("eval/"): value for name, value in metrics.items()}
+    numbers: dict[str, Any] = {name.removeprefix("eval/"): value for name, value in metrics.items()}
     if likelihood := LIKELIHOODS.get(recipe.method):
-        found["perplexity"] = math.exp(min(found[likelihood], 700.0))  # of more a float has no exponential
+        numbers["perplexity"] = math.exp(min(numbers[likelihood], 700.0))  # of more a float has no exponential
     facts: dict[str, Any] = {"model": model, "weights": source, "method": recipe.method, "stage": job.layout.stage.name}
     facts |= {"examples": int(held_out.totals.examples), "tokens": int(held_out.totals.tokens)}
     console.print(f"weights  {source}")
-    console.print("result   " + "  ".join(f"{name} {value:.4f}" for name, value in found.items()))
-    return facts | found
+    console.print("result   " + "  ".join(f"{name} {value:.4f}" for name, value in numbers.items()))
+    return facts | numbers
 
 
 def _find_result(run: Path) -> Path | None:

@@ -72,11 +72,11 @@ def find_gpu(name: str) -> Gpu:
     """Returns the GPU called `name`, or the only one whose name begins with it. Raises RecipeError with the nearest
     names."""
     known, word = [each for each, gpu in GPUS.items() if gpu.gb], name.lower()
-    found = [each for each in known if each == word] or [each for each in known if each.startswith(f"{word}-")]
-    if len(found) == 1:
-        return GPUS[found[0]]
+    matches = [each for each in known if each == word] or [each for each in known if each.startswith(f"{word}-")]
+    if len(matches) == 1:
+        return GPUS[matches[0]]
     plain = {re.sub(r"[^a-z0-9]|nvidia|geforce|sxm|pcie", "", each): each for each in known}
     asked = re.sub(r"[^a-z0-9]|nvidia|geforce|sxm|pcie", "", word)
-    close = found or [each for key, each in plain.items() if asked and (asked in key or key.startswith(asked[:4]))]
+    close = matches or [each for key, each in plain.items() if asked and (asked in key or key.startswith(asked[:4]))]
     hint = f"; did you mean {' or '.join(close)}?" if close else nearest(asked, known)
     raise RecipeError(f"--gpu {name}: must be one of {', '.join(known)}{hint}")

@@ -179,8 +179,8 @@ def run_train(
     if restarts < 0:
         raise RecipeError(f"--max-restarts {restarts}: must be at least 0")
     if restarts and node[0] > 1:
-        said = "machines do not agree on when to start again; leave it out, or start with torchrun --max-restarts"
-        raise RecipeError(f"--max-restarts {restarts} with --nodes {node[0]}: {said}")
+        reason = "machines do not agree on when to start again; leave it out, or start with torchrun --max-restarts"
+        raise RecipeError(f"--max-restarts {restarts} with --nodes {node[0]}: {reason}")
     path = find_recipe(name)
     recipe = load_recipe(path, overrides)  # refused here before a process is started
     from shardbook.ranks.launch import Nodes, Restarts, launch_ranks
@@ -209,11 +209,11 @@ def run_compare(name: str, overrides: list[str], stages: str, nproc: int | None,
     """Runs the variants and writes their report; where `name` is the directory of a comparison, writes the report."""
     if Path(name).is_dir():
         if stages or overrides or nproc:
-            said = "only its report is made anew; leave out --stages, --nproc and keys"
-            raise RecipeError(f"{name} is a directory: {said}")
+            hint = "only its report is made anew; leave out --stages, --nproc and keys"
+            raise RecipeError(f"{name} is a directory: {hint}")
         if (Path(name) / "resolved.toml").is_file():
-            said = "name a recipe with --stages, or the directory that a comparison made; its own page"
-            raise RecipeError(f"{name} is one run, and a comparison has several: {said}: shardbook report {name}")
+            hint = "name a recipe with --stages, or the directory that a comparison made; its own page"
+            raise RecipeError(f"{name} is one run, and a comparison has several: {hint}: shardbook report {name}")
         from shardbook.compare import report
 
         report(Path(name), beside, publishes)
@@ -231,8 +231,8 @@ def run_report(run: Path, html: Path | None) -> int:
     """Writes the page of one run, also of one that goes on."""
     if not (run / "resolved.toml").is_file():
         is_many = any(run.glob("*/resolved.toml"))
-        said = f"a comparison; its page: shardbook compare {run}" if is_many else "not a run (no resolved.toml in it)"
-        raise RecipeError(f"{run}: {said}")
+        kind = f"a comparison; its page: shardbook compare {run}" if is_many else "not a run (no resolved.toml in it)"
+        raise RecipeError(f"{run}: {kind}")
     check_new("--html", html)
     from shardbook.compare.run_page import write_run_page
 

@@ -52,5 +52,5 @@ def _choices(annotation: Any) -> list[str]:
 def _function(shell: str, name: str, table: dict[str, list[str]]) -> str:
     """Returns the shell's function `_shardbook_<name>`, which prints the words that `table` has for its argument."""
     begin, form, end = FISH if shell == "fish" else POSIX
-    cases = (form.format(given, " ".join(found)) for given, found in table.items() if found)
+    cases = (form.format(given, " ".join(values)) for given, values in table.items() if values)
     return begin.format(name) + "".join(cases) + end

@@ -122,10 +122,10 @@ class Ledger:
         metrics = dict(others or {})
         for source, of in (("", traffic), ("predicted/", predicted)):
             between = sent_between_nodes(of, self.groups, dist.get_rank(), ranks_per_node)
-            found = traffic_metrics(of, between)
+            counted = traffic_metrics(of, between)
             # all bytes that this rank sends: every rank counts as a node of its own
-            found["comm/sent_bytes"] = sent_between_nodes(of, self.groups, dist.get_rank(), 1)
-            metrics |= {source + name: value for name, value in found.items()}
+            counted["comm/sent_bytes"] = sent_between_nodes(of, self.groups, dist.get_rank(), 1)
+            metrics |= {source + name: value for name, value in counted.items()}
         return metrics
 
     def __enter__(self) -> "Ledger":

@@ -118,13 +118,13 @@ def share_secondary_mesh() -> contextlib.AbstractContextManager[None]:
     Else each unit makes two process groups of its own, which are two NCCL communicators with buffers of their own: 164
     for a model of 82 units, in memory outside of torch's allocator (pytorch #147179).
     """
-    made: dict[Any, Any] = {}
+    buffers: dict[Any, Any] = {}
 
     def get(real: Callable[..., Any], reshard_after_forward: bool | int, mesh_info: Any) -> Any:
         key = reshard_after_forward, type(reshard_after_forward), mesh_info.mesh
-        if key not in made:
-            made[key] = real(reshard_after_forward, mesh_info)
-        return made[key]
+        if key not in buffers:
+            buffers[key] = real(reshard_after_forward, mesh_info)
+        return buffers[key]
 
     return secondary_meshes_through(get)
 
@@ -135,6 +135,6 @@ def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
     gather(output, shard, group=group)
 
 
-def reduce_scatter(output: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
+def reduce_scatter(output: Tensor, full: Tensor, group: dist.ProcessGroup) -> None:
     reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # torch before 2.13
-    reduce(output, whole, group=group)
+    reduce(output, full, group=group)

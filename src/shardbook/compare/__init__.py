@@ -75,8 +75,8 @@ def _read_variant(text: str, recipe_path: Path, overrides: list[str], nproc: int
     if taken := [word for word in words if word.startswith(("run.name=", "run.dir=", "run.group="))]:
         raise RecipeError(f"{taken[0]}: a comparison sets that itself; leave it out")
     if not 0 < recipe.train.logging_steps <= (recipe.train.steps or recipe.train.logging_steps):
-        said = f"train.logging_steps = {recipe.train.logging_steps} logs none of {recipe.train.steps} steps"
-        raise RecipeError(f"{said}; a comparison is of logged steps")
+        reason = f"train.logging_steps = {recipe.train.logging_steps} logs none of {recipe.train.steps} steps"
+        raise RecipeError(f"{reason}; a comparison is of logged steps")
     return Variant(text, tuple(words))
 
 
@@ -148,8 +148,8 @@ def _check_same(run: Path, recipe: Recipe, nproc: int) -> None:
     was, now = (flatten_recipe(resolve_precision(one, device_type)) for one in (before, recipe))
     was["ranks"], now["ranks"] = read_facts(run).get("world_size"), nproc
     if differ := [key for key, value in now.items() if value != was[key] and not key.startswith("run.")]:
-        said = "; ".join(f"{key} was {was[key]!r} there, is {now[key]!r} here" for key in differ[:3])
-        raise RecipeError(f"{run} was run with other settings: {said}; choose another run.name")
+        changes = "; ".join(f"{key} was {was[key]!r} there, is {now[key]!r} here" for key in differ[:3])
+        raise RecipeError(f"{run} was run with other settings: {changes}; choose another run.name")
 
 
 def run_variant(

@@ -79,9 +79,11 @@ def losses_of(outcomes: list[Outcome]) -> Panel:
             columns[one.name + HELD_OUT] = dict(zip(one.eval_steps, one.eval_losses, strict=True))
     drawn = sorted(outcomes, key=lambda one: (one.steps, one.losses))
     groups = ([one.name for one in alike] for _, alike in groupby(drawn, key=lambda one: (one.steps, one.losses)))
-    said = (f"{', '.join(others)} and {last} have the same curve, bit for bit." for *others, last in groups if others)
+    sentences = (
+        f"{', '.join(others)} and {last} have the same curve, bit for bit." for *others, last in groups if others
+    )
     panel = panel_of("compare.loss", by_step(columns), "lines", heads=("step",))
-    return replace(panel, words=" ".join([panel.words, *said]))
+    return replace(panel, words=" ".join([panel.words, *sentences]))
 
 
 def differences_of(outcomes: list[Outcome]) -> Panel | None:

@@ -169,8 +169,8 @@ def judge(one: Outcome, base: Outcome) -> str:
     if base.resident_bytes:
         words.append(f"{_beside(one.resident_bytes, base.resident_bytes, 'less', 'more')} memory")
     if one.away != base.away:
-        said = [f"{readable_bytes(size)} on {what}" for what, size in one.away.items()]
-        words.append(" and ".join(said) or "nothing off the device")
+        kept = [f"{readable_bytes(size)} on {what}" for what, size in one.away.items()]
+        words.append(" and ".join(kept) or "nothing off the device")
     if base.fullest_bytes and one.fullest_bytes and bool(base.peak_bytes) == bool(one.peak_bytes):
         apart = _beside(one.fullest_bytes, base.fullest_bytes, "lower", "higher")
         words.append(f"{apart} peak" + " by formula" * (not one.peak_bytes))
@@ -186,8 +186,10 @@ def _beyond_noise(speeds: list[float], base: list[float]) -> list[str]:
     signs = [speed > beside for speed, beside in zip(speeds[::-1], base[::-1], strict=False)]  # the last steps agree
     if len(signs) < MIN_STEPS:
         return []
-    said = _beside(median(speeds), median(base), "slower", "faster")
-    return [said] if max(sum(signs), len(signs) - sum(signs)) >= 0.95 * len(signs) and said != "same" else []
+    comparison = _beside(median(speeds), median(base), "slower", "faster")
+    return (
+        [comparison] if max(sum(signs), len(signs) - sum(signs)) >= 0.95 * len(signs) and comparison != "same" else []
+    )
 
 
 def _beside(count: float, base: float, below: str, above: str) -> str:

@@ -196,7 +196,7 @@ def draw_lanes(panel: Panel) -> Figure:
     notes = [note | {"text": name, "y": number * LANE + LINE / 2} for number, name in enumerate(names)]
     traces, last = [], max(cells["to"] for _, cells in panel.rows)
     for number, what in enumerate(dict.fromkeys(what for (_, what, _), _ in panel.rows)):
-        rows = [(lane, of, *cells.values()) for (lane, said, of), cells in panel.rows if said == what]
+        rows = [(lane, of, *cells.values()) for (lane, kind, of), cells in panel.rows if kind == what]
         lengths = [end - begin for _, _, begin, end, _ in rows]
         share = [min(1.0, busy / length) for (*_, busy), length in zip(rows, lengths, strict=True)]
         look = {"color": colour(number), "opacity": [0.25 + 0.75 * each for each in share]}

@@ -29,17 +29,19 @@ def write_plan_page(path: Path, report: Report) -> None:
     about += [f"{word.capitalize()}: {rest.strip()}" for word, _, rest in advice]
     stages = report.stages
     rows = [(name, _verdict(report, name, candidate)) for name, candidate in stages.items()]
-    peaks, own = {name: one.peak for name, one in stages.items()}, find_stage(planner.recipe.parallel.stage).name
-    moments = predict_moments(stages[own].layout, planner.config, stages[own].recipe)
+    peaks, stage_name = {name: one.peak for name, one in stages.items()}, find_stage(planner.recipe.parallel.stage).name
+    moments = predict_moments(stages[stage_name].layout, planner.config, stages[stage_name].recipe)
     sent = ((name, one.comm.items()) for name, one in stages.items())
     traffic = [(name, {op.removesuffix("_bytes"): size / GB for op, size in volumes}) for name, volumes in sent]
     panels = [
         Panel("Verdicts", "", rows, heads=("stage",), caption="Each stage on this cluster"),
         panel_of("plan.memory", _gigabytes(peaks), "bars", heads=("stage",), limit=room, room=room),
-        panel_of("plan.moments", _gigabytes(moments), "bars", heads=("moment",), limit=room, room=room, stage=own),
+        panel_of(
+            "plan.moments", _gigabytes(moments), "bars", heads=("moment",), limit=room, room=room, stage=stage_name
+        ),
         panel_of("plan.traffic", traffic, "bars", heads=("stage",)),
         panel_of("plan.time", [(name, asdict(one.time)) for name, one in stages.items()], "bars", heads=("stage",)),
-        timeline_of(report, own),
+        timeline_of(report, stage_name),
         scaling_of(report),
     ]
     render(path, title, about, panels)
@@ -80,8 +82,8 @@ def scaling_of(report: Report) -> Panel:
     for world in WORLDS:
         larger = cluster.resized(world)
         recipes = {name: planner.under(name, larger) for name in report.stages}
-        found = {name: planner.lay_out(recipe, larger) for name, recipe in recipes.items() if recipe}
-        rows.append((world, {name: found[name].speed if name in found else None for name in report.stages}))
-        remarks |= {(world, name): " (does not fit)" for name, one in found.items() if not one.fits}
+        candidates = {name: planner.lay_out(recipe, larger) for name, recipe in recipes.items() if recipe}
+        rows.append((world, {name: candidates[name].speed if name in candidates else None for name in report.stages}))
+        remarks |= {(world, name): " (does not fit)" for name, one in candidates.items() if not one.fits}
     thin = tuple(name for name, count in report.min_gpus.items() if not count)
     return panel_of("plan.scaling", rows, "lines", heads=("GPUs",), log="x", from_zero=True, thin=thin, remarks=remarks)

@@ -39,8 +39,8 @@ def write_run_page(path: Path, run: Path) -> Path:
 
 def _curve(rows: list[dict[str, float]], columns: dict[str, str], **texts: Any) -> Panel | None:
     """Returns lines of metrics, column -> name; None where no step logged them, or only zeros."""
-    found = {name: {int(row["step"]): row[key] for row in rows if key in row} for name, key in columns.items()}
-    shown = by_step({name: values for name, values in found.items() if any(values.values())})
+    curves = {name: {int(row["step"]): row[key] for row in rows if key in row} for name, key in columns.items()}
+    shown = by_step({name: values for name, values in curves.items() if any(values.values())})
     return Panel(rows=shown, kind="lines", heads=("step",), form="g", from_zero=True, **texts) if shown else None
 
 

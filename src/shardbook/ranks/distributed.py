@@ -122,8 +122,8 @@ def connect(place: Rendezvous, store: Store, backend: str) -> None:
         if not is_out_of_reach(error):  # perhaps a rank ended while others connected
             raise
         host = socket.gethostname()
-        said = f"rank {rank} on {host}: gloo does not reach the other ranks ({first_line(error)})"
-        raise RecipeError(f"{said}; {INTERFACE}") from None
+        message = f"rank {rank} on {host}: gloo does not reach the other ranks ({first_line(error)})"
+        raise RecipeError(f"{message}; {INTERFACE}") from None
     cast(dist.ProcessGroup, dist.group.WORLD).set_timeout(TIMEOUT)
 
 
@@ -175,8 +175,8 @@ def stop_distributed(ranks: Ranks) -> None:
 def _share_cores(place: Rendezvous, store: Store) -> None:
     """Sets torch's threads to this rank's share of the cores that it may use: more threads than cores make CPU work
     several times slower, and one (torchrun's default) starves it. A launcher may give each rank its own cores."""
-    said = os.environ.get("OMP_NUM_THREADS")
-    if said is not None and not (said == "1" and "TORCHELASTIC_RUN_ID" in os.environ):
+    threads = os.environ.get("OMP_NUM_THREADS")
+    if threads is not None and not (threads == "1" and "TORCHELASTIC_RUN_ID" in os.environ):
         return  # the user's choice
     first = place.rank - place.rank % place.ranks_per_node
     node = [read_member(store, rank)["cores"] for rank in range(first, first + place.ranks_per_node)]

@@ -76,9 +76,9 @@ class Heartbeat:
 
     def pass_on(self, reason: str) -> None:
         """Writes the reason why this rank fails for all ranks, unless another rank was first."""
-        said = f"rank {self.place.rank} (host {self.hosts[self.place.rank]}) ended: {reason}"
+        message = f"rank {self.place.rank} (host {self.hosts[self.place.rank]}) ended: {reason}"
         keeps_store = self.place.rank == 0 and not self.place.hosted
-        is_told = _soon(lambda: self.store.compare_set("lost", "", said))
+        is_told = _soon(lambda: self.store.compare_set("lost", "", message))
         if is_told and keeps_store and self.place.world_size > self.place.ranks_per_node:
             time.sleep(2 * self.every)  # until other nodes have read it
 
@@ -88,9 +88,9 @@ class Heartbeat:
         count, passed, before = 0, 0.0, time.monotonic()
         while not LEAVING.wait(self.every):
             count += 1
-            own = PROGRESS.stand(passed)
+            standing = PROGRESS.stand(passed)
             try:
-                self.store.set(f"beat/{self.place.rank}", own.dump(count))
+                self.store.set(f"beat/{self.place.rank}", standing.dump(count))
                 if self.store.check(["lost"]):
                     hangs = self.store.check(["hang"])
                     self._end(self.store.get("lost").decode(), hangs)
@@ -110,18 +110,18 @@ class Heartbeat:
                 # names all ranks of a lost node: their last beats were not at the same moment
                 self._announce(self._explain([rank for rank in silent if silent[rank] > self.seconds - 2 * self.every]))
             elif self.place.rank == 0 and self.hang_seconds < math.inf:
-                beats = {0: own.dump(count).encode()} | seen
-                there = {rank: RankProgress.parse(beat) for rank, beat in beats.items() if beat not in (LEFT, b"0")}
-                if behind := find_stragglers(there, self.hang_seconds):
+                beats = {0: standing.dump(count).encode()} | seen
+                standings = {rank: RankProgress.parse(beat) for rank, beat in beats.items() if beat not in (LEFT, b"0")}
+                if behind := find_stragglers(standings, self.hang_seconds):
                     self.store.set("hang", "")
-                    self._announce(self._explain_hang(there, behind), hangs=True)
+                    self._announce(self._explain_hang(standings, behind), hangs=True)
 
     def _announce(self, reason: str, hangs: bool = False) -> None:
         """Ends the run with `reason`, or with the reason that another rank wrote before."""
-        said = self.store.compare_set("lost", "", reason).decode()
+        first_reason = self.store.compare_set("lost", "", reason).decode()
         if not hangs:
             time.sleep(2 * self.every)  # until the others have read it: the store may end with this process
-        self._end(said, hangs)
+        self._end(first_reason, hangs)
 
     def _lose_store(self, error: Exception, left: bool) -> None:
         """Ends the run where the store's process closed the connection, so has ended, and has not `left`. Any other
@@ -145,12 +145,12 @@ class Heartbeat:
         who_has = f"the launcher at {self.place.address} has" if agent else self._who_has(lost)
         return f"{who_has} not been heard of for {self.seconds:g} s; {RERUN_HINT}"
 
-    def _explain_hang(self, there: dict[int, RankProgress], behind: list[int]) -> str:
-        first = there[behind[0]]
-        everyone = len(behind) == len(there) > 1
-        who_has = f"all {len(there)} ranks have" if everyone else self._who_has(behind)
+    def _explain_hang(self, standings: dict[int, RankProgress], behind: list[int]) -> str:
+        first = standings[behind[0]]
+        everyone = len(behind) == len(standings) > 1
+        who_has = f"all {len(standings)} ranks have" if everyone else self._who_has(behind)
         at = f"step {first.step}, {first.doing}" + f" ({first.line})" * bool(first.line)
-        others = ("; the others wait" + " for it" * (len(behind) == 1)) * (len(behind) < len(there))
+        others = ("; the others wait" + " for it" * (len(behind) == 1)) * (len(behind) < len(standings))
         device = ": a collective on the device that does not end, or a disk that does not answer" * everyone
         where = f"; stacks and records of collectives are in {PROGRESS.folder}" * bool(PROGRESS.folder)
         return f"{who_has} stood still for {first.seconds:.0f} s at {at}{device}{others}{where}; {RERUN_HINT}"

@@ -93,14 +93,14 @@ def read_rendezvous(variables: Mapping[str, str]) -> Rendezvous:
     local_rank, ranks_per_node = number("LOCAL_RANK", "0"), number("LOCAL_WORLD_SIZE", str(world))
     port, wanted = number("MASTER_PORT"), "the same number of ranks a node"
     uneven = ranks_per_node < 1 or world % ranks_per_node
-    for wrong, said in (
+    for wrong, message in (
         (rank >= world, f"RANK = {rank}: must be below WORLD_SIZE = {world}"),
         (uneven, f"LOCAL_WORLD_SIZE = {ranks_per_node}: must divide WORLD_SIZE = {world}: {wanted}"),
         (local_rank >= ranks_per_node, f"LOCAL_RANK = {local_rank}: must be below LOCAL_WORLD_SIZE = {ranks_per_node}"),
         (not 0 < port < 2**16, f"MASTER_PORT = {port}: must be from 1 to 65535"),
     ):
         if wrong:
-            raise RecipeError(f"{said}; {START}")
+            raise RecipeError(f"{message}; {START}")
     hosted = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     attempt = number("TORCHELASTIC_RESTART_COUNT", "0")
     return Rendezvous(rank, world, local_rank, ranks_per_node, variables["MASTER_ADDR"], port, hosted, attempt)

@@ -19,8 +19,8 @@ def is_lost_peer(error: BaseException) -> bool:
 
 def broken_connection(error: BaseException) -> str:
     """Returns how the connection to the other rank ended, or an empty string where `error` does not tell."""
-    found = BROKEN.search(str(error))
-    return found[0] if found else ""
+    match = BROKEN.search(str(error))
+    return match[0] if match else ""
 
 
 def is_closed_store(error: BaseException) -> bool:

@@ -104,8 +104,8 @@ def find_stragglers(standings: dict[int, RankProgress], seconds: float) -> list[
     """Returns the ranks that all others wait for, where each has made no mark for more than `seconds`; else none."""
     if not standings:
         return []
-    least = min((there.marks, there.waits) for there in standings.values())
-    behind = [rank for rank, there in standings.items() if (there.marks, there.waits) == least]
+    least = min((standing.marks, standing.waits) for standing in standings.values())
+    behind = [rank for rank, standing in standings.items() if (standing.marks, standing.waits) == least]
     return behind if all(standings[rank].seconds > seconds for rank in behind) else []
 
 

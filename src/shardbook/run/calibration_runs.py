@@ -34,28 +34,28 @@ class CalibrationRun:
 def read_sample(run: Path, model_path: str, gpu_name: str, document_tokens: float) -> CalibrationRun:
     """Returns the median step of a run directory and the function that predicts it on a cluster. Raises RecipeError for
     a directory that is no run, a run of another model or on another kind of GPU, or one with too few steps."""
-    said = f"--calibrate {run}"
+    at = f"--calibrate {run}"
     if not (run / "resolved.toml").is_file():
-        raise RecipeError(f"{said}: not a run directory (no resolved.toml in it)")
+        raise RecipeError(f"{at}: not a run directory (no resolved.toml in it)")
     recipe, facts = load_recipe(run / "resolved.toml", is_past=True), read_facts(run)
     note_gone(run / "resolved.toml")
     if recipe.model.path != model_path:
-        raise RecipeError(f"{said}: a run of {recipe.model.path}, and the plan is for {model_path}")
+        raise RecipeError(f"{at}: a run of {recipe.model.path}, and the plan is for {model_path}")
     device = facts.get("gpu", "a CPU")
     if gpu_of(device) != find_gpu(gpu_name):
-        raise RecipeError(f"{said}: a run on {device}, and the plan is for {gpu_name}")
+        raise RecipeError(f"{at}: a run on {device}, and the plan is for {gpu_name}")
     try:
         rows = read_rows(run / "metrics.jsonl")
     except (OSError, ValueError) as error:
-        raise RecipeError(f"{said}: its metrics.jsonl cannot be read ({first_line(error)})") from None
+        raise RecipeError(f"{at}: its metrics.jsonl cannot be read ({first_line(error)})") from None
     seconds = [row["perf/step_seconds"] for row in rows if "perf/step_seconds" in row][SKIPPED:]
     if not seconds:
-        raise RecipeError(f"{said}: needs more than {SKIPPED} logged steps")
+        raise RecipeError(f"{at}: needs more than {SKIPPED} logged steps")
     planner, gpu, world = build_planner(recipe, document_tokens), find_gpu(gpu_name), facts["world_size"]
     size = {"gpus": world, "a_node": min(gpu.a_node, world)}
-    found = planner.lay_out(planner.recipe, Cluster(gpu, nics=gpu.nics, **size))
+    candidate = planner.lay_out(planner.recipe, Cluster(gpu, nics=gpu.nics, **size))
     return CalibrationRun(
-        median(seconds), lambda cluster: replace(found, cluster=replace(cluster, **size)).time.seconds
+        median(seconds), lambda cluster: replace(candidate, cluster=replace(cluster, **size)).time.seconds
     )
 
 
@@ -65,8 +65,8 @@ def calibrate(cluster: Cluster, samples: Sequence[CalibrationRun]) -> Cluster:
     if not samples:
         return cluster
 
-    def miss(found: Cluster) -> float:
-        return sum(math.log(sample.predict(found) / sample.seconds) ** 2 for sample in samples)
+    def miss(fitted: Cluster) -> float:
+        return sum(math.log(sample.predict(fitted) / sample.seconds) ** 2 for sample in samples)
 
     names = ["slowness"]
     network = replace(cluster, across=cluster.across / 2)

@@ -60,8 +60,8 @@ class RunDirectory:
         """Removes what dead saves left, looks for room for checkpoints of `saved` bytes (0: for none), makes the
         directory, locks it until this process ends, and writes the `day` that its chat template reads, if any: a run
         may be stopped before its first step. Raises RecipeError."""
-        for said in remove_leftovers(self.checkpoints) if self.is_held else ():
-            print_line(said)
+        for line in remove_leftovers(self.checkpoints) if self.is_held else ():
+            print_line(line)
         if saved:
             self._check_room(keep, saved)
         try:
@@ -78,11 +78,11 @@ class RunDirectory:
     def _check_room(self, keep: int, saved: int) -> None:
         """Looks at the disk: there must be one checkpoint to go back to beside the one that is written."""
         if keep == 1:
-            said = "a damaged checkpoint leaves none to go back to; set it to 2"
-            print_line(f"warning  train.save_total_limit = 1: {said}")
+            reason = "a damaged checkpoint leaves none to go back to; set it to 2"
+            print_line(f"warning  train.save_total_limit = 1: {reason}")
         count = max(1, 2 - len(list_checkpoints(self.checkpoints)))
-        there = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
-        if (free := shutil.disk_usage(there).free) < count * saved:
+        parent = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
+        if (free := shutil.disk_usage(parent).free) < count * saved:
             raise RecipeError(
                 f"run directory {self.path}: {in_gb(free)} are free there, and {count} checkpoints of "
                 f"{in_gb(saved)} will be written; free some, set run.dir to another disk, or train.save_steps=0"
@@ -128,11 +128,11 @@ class RunDirectory:
                     f"run {self.path}: {name} was {gone[name]!r} there, which is not a key any more ({way_out}); "
                     f"choose another run.name, with train.resume_from_checkpoint={newest} to go on from there"
                 )
-        here, there = flatten_recipe(recipe), _read_minimised(self.path / "resolved.toml") if newest else {}
-        for name, value in there.items():
-            if here.get(name, value) != value:
+        now, before = flatten_recipe(recipe), _read_minimised(self.path / "resolved.toml") if newest else {}
+        for name, value in before.items():
+            if now.get(name, value) != value:
                 raise RecipeError(
-                    f"run {self.path}: {name} was {value!r} there, is {here[name]!r} here; a run keeps what it "
+                    f"run {self.path}: {name} was {value!r} there, is {now[name]!r} here; a run keeps what it "
                     "minimises: choose another run.name"
                 )
 
@@ -144,8 +144,8 @@ class RunDirectory:
 def find_everywhere(run: Run, recipe_path: Path) -> tuple[RunDirectory, Path | None]:
     """Returns the directory of a run, as rank 0 finds it or would make it, and its newest checkpoint. Raises
     RecipeError as `find_run` does. Collective."""
-    found = broadcast_from_main(lambda: find_run(run, recipe_path))
-    return found, broadcast_from_main(lambda: newest_checkpoint(found.checkpoints))
+    run_directory = broadcast_from_main(lambda: find_run(run, recipe_path))
+    return run_directory, broadcast_from_main(lambda: newest_checkpoint(run_directory.checkpoints))
 
 
 def open_everywhere(run: RunDirectory, steps: int, newest: Path | None, recipe: Recipe, saved: int) -> None:

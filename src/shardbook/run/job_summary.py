@@ -34,10 +34,10 @@ def describe_layout(job: Job) -> Table:
     """Returns the effective layout as a table."""
     layout, peak, batching = job.layout, job.peak, job.batching
     precision = layout.precision
-    own = [unit for unit in layout.units if unit.shapes]
-    frees = sum(unit.frees for unit in own)
-    here = "whole on each rank" if layout.tp_size == 1 else "of each its own part on each rank"
-    freed = f"{frees} freed in each micro-batch" if layout.shards > 1 else here
+    units = [unit for unit in layout.units if unit.shapes]
+    frees = sum(unit.frees for unit in units)
+    copies = "whole on each rank" if layout.tp_size == 1 else "of each its own part on each rank"
+    freed = f"{frees} freed in each micro-batch" if layout.shards > 1 else copies
     table = Table(title="effective layout", show_header=False, title_justify="left")
     table.add_row("stage", f"{layout.stage.name} ({layout.stage.source})")
     table.add_row("mesh", describe_sizes(layout.mesh))
@@ -45,11 +45,11 @@ def describe_layout(job: Job) -> Table:
         table.add_row("tensor", sharing)
     if stages := describe_pipeline(layout, job.loader.accumulation):
         table.add_row("pipeline", stages)
-    table.add_row("units", f"{len(own)}; {freed}")
+    table.add_row("units", f"{len(units)}; {freed}")
     if layout.shards > 1:
         ahead = f"ahead {layout.forward_prefetch} forward, {layout.backward_prefetch} backward"
-        whole = readable_bytes(predict_gathered_peak(layout))
-        table.add_row("gathered", f"{whole} of parameters at most, {ahead}")
+        gathered = readable_bytes(predict_gathered_peak(layout))
+        table.add_row("gathered", f"{gathered} of parameters at most, {ahead}")
     if layout.stage.switches != "no":
         table.add_row("ZeRO++", describe_switches(layout))
     family = check_family(job.config)
@@ -58,9 +58,9 @@ def describe_layout(job: Job) -> Table:
     if family.unreached:
         table.add_row("frozen", f"what gets no gradient: {', '.join(family.unreached)}")
     table.add_row("recomputed", job.recipe.activation.checkpointing + ", compiled" * job.recipe.train.compile)
-    trained = sum(unit.padded_numel(1, trained_only=True) for unit in own)
-    count = sum(unit.parameters for unit in own)
-    is_part = trained < sum(unit.numel for unit in own)
+    trained = sum(unit.padded_numel(1, trained_only=True) for unit in units)
+    count = sum(unit.parameters for unit in units)
+    is_part = trained < sum(unit.numel for unit in units)
     at_rest = precision.frozen + ", matrices of blocks in four bits" * job.recipe.model.load_in_4bit
     frozen = f"; {trained:,} of them trained, the others at rest in {at_rest}" * (is_part and job.recipe.lora.r > 0)
     of_first = " in the layers of the first rank, as all that follows" * bool(stages)

@@ -34,7 +34,7 @@ class OomGuard(AbstractContextManager["OomGuard"]):
             asked = f" to a tensor of {int(on_cpu[1]) / GB:.1f} GB" if on_cpu else ""
             raise RunFailed(self.explain(f"the machine gives no more memory{asked}.")) from error
 
-    def explain(self, said: str) -> str:
+    def explain(self, error: str) -> str:
         settings, has_gpu = (self.job.layout, self.job.config, self.job.recipe), torch.cuda.is_available()
         if has_gpu:
             room = ROOM * torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
@@ -44,9 +44,9 @@ class OomGuard(AbstractContextManager["OomGuard"]):
         measured = {name.removeprefix("memory/").removesuffix("_bytes"): count for name, count in kept.items()}
         shown = ", ".join(f"{name} {count / GB:.1f}" for name, count in measured.items() if name != "alloc_retries")
         if self.job.no_plan_reason:
-            return f"out of memory: {said} Measured in GB: {shown}. Not predicted: {self.job.no_plan_reason}"
+            return f"out of memory: {error} Measured in GB: {shown}. Not predicted: {self.job.no_plan_reason}"
         change = smallest_change(*settings, room, has_more=has_gpu)
         return (
-            f"out of memory: {said} Predicted at the peak: {predict_fullest(*settings)}. Measured in GB: {shown}. "
+            f"out of memory: {error} Predicted at the peak: {predict_fullest(*settings)}. Measured in GB: {shown}. "
             + (f"The smallest change that would fit: {change}" if change else NONE_FITS.capitalize())
         )

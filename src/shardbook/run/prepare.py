@@ -130,8 +130,8 @@ def prepare_job(
     try:
         if dist.is_initialized():  # one rank measures blocks: half of what a small run computes
             known = broadcast_from_main(lambda: (look_ahead(), KNOWN_BLOCKS)[1])
-            for own, theirs in zip(KNOWN_BLOCKS, known, strict=True):
-                own.update(theirs)
+            for known_here, theirs in zip(KNOWN_BLOCKS, known, strict=True):
+                known_here.update(theirs)
         peak, forecast = look_ahead()
     except Unmeasured as error:  # a model that cannot be planned can be trained
         no_plan_reason = str(error)
@@ -139,8 +139,8 @@ def prepare_job(
     objective = build_objective(recipe.method, recipe.preference, recipe.distill)
     data = {"folder": folder, "tokenizer": tokenizer, "documents": documents, "held_out": held_out, "prompts": prompts}
     how: dict[str, Any] = data | {"objective": objective, "batching": batching, "loader": loader, "steps": steps}
-    said: dict[str, Any] = {"peak": peak, "no_plan_reason": no_plan_reason, "forecast": forecast}
-    return Job(**vars(laid) | {"recipe": recipe}, **how, **said, flops=flops)
+    outlook: dict[str, Any] = {"peak": peak, "no_plan_reason": no_plan_reason, "forecast": forecast}
+    return Job(**vars(laid) | {"recipe": recipe}, **how, **outlook, flops=flops)
 
 
 def _check_same_files(

@@ -50,12 +50,12 @@ def start_from(
     fill_teacher(sharded, recipe)
 
     def check(path: Path) -> TrainState:
-        stored, found = check_checkpoint(path, sharded)
-        loader.load_state_dict(found.loader)
-        if found.step > job.steps:
-            said = f"checkpoint {path} is at step {found.step}, the recipe ends at step {job.steps}"
-            raise RecipeError(f"{said}; raise train.steps")
-        rows, stored_rows = loader.rows_per_step, found.loader["rows_per_step"]
+        stored, train_state = check_checkpoint(path, sharded)
+        loader.load_state_dict(train_state.loader)
+        if train_state.step > job.steps:
+            where = f"checkpoint {path} is at step {train_state.step}, the recipe ends at step {job.steps}"
+            raise RecipeError(f"{where}; raise train.steps")
+        rows, stored_rows = loader.rows_per_step, train_state.loader["rows_per_step"]
         if not recipe.train.steps and stored_rows != rows:
             differ = f"checkpoint {path}: its steps have {stored_rows} rows, here they have {rows}"
             raise RecipeError(
@@ -63,7 +63,7 @@ def start_from(
             )
         if differs := other_bits(stored):
             print_line(f"warning  checkpoint {path}: {differs}")
-        return found
+        return train_state
 
     if earlier:  # check it before the reference is computed, which takes long
         state = _first_whole(earlier, check, named)
@@ -99,15 +99,15 @@ def _first_whole(paths: list[Path], load: Callable[[Path], T], named: str) -> T:
         try:
             return load(paths[0])
         except Damaged as error:
-            said = str(error).removesuffix(WAY_OUT)
+            reason = str(error).removesuffix(WAY_OUT)
             if not paths[1:]:
-                if str(error) != said and not (named or went_back):
+                if str(error) != reason and not (named or went_back):
                     raise
                 way_out = "name another one" if named else "no other is whole: choose another run.name"
-                raise RecipeError(f"{said}; {way_out}") from None
+                raise RecipeError(f"{reason}; {way_out}") from None
             del paths[0]
             went_back = True
-            print_line(f"warning  {said}; went back to {paths[0].name}")
+            print_line(f"warning  {reason}; went back to {paths[0].name}")
 
 
 def load_base(recipe: Recipe, sharded: ShardedModel, folder: Path) -> str:

@@ -25,10 +25,10 @@ def load_teacher(recipe: Recipe) -> PreTrainedConfig | None:
     folder = config_folder(recipe.distill.model, KEY)
     config = load_config(recipe.distill.model, folder, recipe.data.max_length, KEY)
     ours, theirs = load_tokenizer(tokenizer_folder(recipe.model), "model.tokenizer"), load_tokenizer(folder, KEY)
-    if (here := digest_tokens(ours)) != (there := digest_tokens(theirs)):
+    if (digest := digest_tokens(ours)) != (their_digest := digest_tokens(theirs)):
         raise RecipeError(
-            f"{KEY} = {path!r}: has another tokenizer than the student (vocabulary and merges {there} there, {here} "
-            "here), so its tokens mean something else; choose a teacher of the student's family"
+            f"{KEY} = {path!r}: has another tokenizer than the student (vocabulary and merges {their_digest} there, "
+            f"{digest} here), so its tokens mean something else; choose a teacher of the student's family"
         )
     if len(theirs) > config.vocab_size:
         raise RecipeError(f"{KEY} = {path!r}: has {config.vocab_size} embeddings, its tokenizer {len(theirs)} tokens")
@@ -39,10 +39,10 @@ def digest_tokens(tokenizer: PreTrainedTokenizerBase) -> str:
     """Returns a digest of everything that decides a text's token ids: vocabulary, merges, normalizer, pre-tokenizer and
     added tokens; not of templates, nor of special tokens around a text."""
     backend: Any = tokenizer
-    whole = json.loads(backend.backend_tokenizer.to_str())
-    does = {name: whole["model"].get(name) for name in ("type", "vocab", "merges")}
-    does |= {name: whole.get(name) for name in ("normalizer", "pre_tokenizer")}
-    does["added"] = {token["content"]: token["id"] for token in whole["added_tokens"]}
+    serialized = json.loads(backend.backend_tokenizer.to_str())
+    does = {name: serialized["model"].get(name) for name in ("type", "vocab", "merges")}
+    does |= {name: serialized.get(name) for name in ("normalizer", "pre_tokenizer")}
+    does["added"] = {token["content"]: token["id"] for token in serialized["added_tokens"]}
     return hashlib.sha256(json.dumps(does, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -44,11 +44,16 @@ class Generation:
         if not self.job.prompts.ids or (step % every and step != self.job.steps):
             return
         with pause():
-            found = self._continue(step)
+            completions = self._continue(step)
             text_of, stops = self.job.tokenizer.decode, self.job.prompts.stops
             samples = [
-                {"step": step, "prompt": text_of(ids), "completion": text_of(without(own, stops)), "tokens": len(own)}
-                for ids, own in zip(self.job.prompts.ids, found, strict=True)
+                {
+                    "step": step,
+                    "prompt": text_of(ids),
+                    "completion": text_of(without(completion, stops)),
+                    "tokens": len(completion),
+                }
+                for ids, completion in zip(self.job.prompts.ids, completions, strict=True)
             ]
             self.recorder.log_samples(samples)
             texts = self.job.prompts.texts or [sample["prompt"] for sample in samples]
@@ -67,8 +72,8 @@ class Generation:
             return pick(logits.float(), asked.temperature, draws[:, turn])
 
         width = max(map(len, self.job.prompts.ids))  # of all prompts: the same shapes on each rank
-        here = [self.job.prompts.ids[number] for number in numbers]
-        tokens = decode(self.sharded, here, width, self.job.prompts.stops, most, choose, self.ranks.device)
+        prompts = [self.job.prompts.ids[number] for number in numbers]
+        tokens = decode(self.sharded, prompts, width, self.job.prompts.stops, most, choose, self.ranks.device)
         everyone: list[dict[int, list[int]]] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(everyone, dict(zip(numbers, tokens, strict=True)))
         merged = {number: tokens for theirs in reversed(everyone) for number, tokens in theirs.items()}
@@ -93,19 +98,19 @@ def decode(
         ids[row, width - len(prompt) :] = torch.tensor(prompt)
         attended[row, width - len(prompt) :] = 1
     ids, attended, ends = ids.to(device), attended.to(device), torch.tensor(stops)
-    cache, found = DynamicCache(config=model.config), list[Tensor]()
+    cache, tokens_drawn = DynamicCache(config=model.config), list[Tensor]()
     is_done = torch.zeros(len(prompts), dtype=torch.bool)
     # eager: compiled blocks would be compiled again for every length
     with sharded.gathered_once(), cached_attention(model.config), torch.compiler.set_stance("force_eager"):
         for turn in mark_each(range(most), "token of samples"):
             places = (attended.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-            found.append(choose(model(ids, places, attended, cache=cache), turn))
-            is_done |= torch.isin(found[-1], ends)
+            tokens_drawn.append(choose(model(ids, places, attended, cache=cache), turn))
+            is_done |= torch.isin(tokens_drawn[-1], ends)
             if not sum_over_ranks(not is_done.all())[0]:
                 break
-            ids, attended = found[-1][:, None].to(device), torch.nn.functional.pad(attended, (0, 1), value=1)
+            ids, attended = tokens_drawn[-1][:, None].to(device), torch.nn.functional.pad(attended, (0, 1), value=1)
     model.train()
-    return [cut(row, stops) for row in torch.stack(found, 1).tolist()]
+    return [cut(row, stops) for row in torch.stack(tokens_drawn, 1).tolist()]
 
 
 def pick(logits: Tensor, temperature: float, draws: Tensor) -> Tensor:

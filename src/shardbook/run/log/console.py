@@ -69,8 +69,8 @@ class Console:
                 for (op, axis), volume in sorted(traffic.items())
             )
 
-        said = "as predicted" if measured == predicted else f"but predicted were {describe(predicted)}"
-        self.print(f"traffic  {describe(measured)}; {said}")
+        verdict = "as predicted" if measured == predicted else f"but predicted were {describe(predicted)}"
+        self.print(f"traffic  {describe(measured)}; {verdict}")
 
     @contextmanager
     def start(self, done: int, steps: int) -> Iterator[None]:
@@ -85,8 +85,8 @@ class Console:
 
     def show_step(self, step: int, metrics: Metrics) -> None:
         """Shows a finished step; without its metrics (not a logging step) only a progress bar moves."""
-        if said := describe_peak(metrics):
-            self.print(said)
+        if line := describe_peak(metrics):
+            self.print(line)
         losses = {"train/loss": "loss", "eval/loss": "eval"}
         parts = [f"{word} {metrics[name]:.4f}" for name, word in losses.items() if name in metrics]
         for name, (word, form) in WATCHED.items():
@@ -114,5 +114,5 @@ def describe_peak(metrics: Metrics) -> str:
     measured, predicted = metrics.get("memory/peak_bytes"), metrics.get("predicted/memory/peak_bytes")
     if not (measured and predicted) or abs(predicted / measured - 1) <= PEAK_OFF:
         return ""
-    said = f"{readable_bytes(measured)} measured, {readable_bytes(predicted)} predicted"
-    return f"peak     {said}: {predicted / measured - 1:+.0%}"
+    both = f"{readable_bytes(measured)} measured, {readable_bytes(predicted)} predicted"
+    return f"peak     {both}: {predicted / measured - 1:+.0%}"

@@ -21,9 +21,9 @@ Metrics = dict[str, float | int]
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Returns the rows of a file of JSON lines, without a last one that a kill tore. Raises RecipeError where another
     one is damaged."""
-    whole, newline, _ = path.read_bytes().rpartition(b"\n")
+    lines, newline, _ = path.read_bytes().rpartition(b"\n")
     rows = []
-    for number, line in enumerate(whole.split(b"\n") if newline else (), 1):
+    for number, line in enumerate(lines.split(b"\n") if newline else (), 1):
         try:
             rows.append(json.loads(line))
         except ValueError as error:

@@ -88,8 +88,8 @@ def _beside_adapter(
 def _say_rest(files: FileNames, folder: Path) -> None:
     """Prints what an export does not have of the files in `folder`, where these have more than a text model."""
     with open_tensors(folder) as opened:
-        if said := files.describe_rest(opened):
-            print_line(f"export   {said}")
+        if rest := files.describe_rest(opened):
+            print_line(f"export   {rest}")
 
 
 def export_run(run: Path, recipe: Recipe, checkpoint: Path | None, out: Path | None, dtype: str, merges: bool) -> None:
