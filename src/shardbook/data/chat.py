@@ -187,8 +187,8 @@ class Encoder:
                 return start if thinks else header + opened, after + len(mark) if mark else ends
         if ends < 0:  # the template may write a thought with other white space, or name a channel
             return self._whole_span(messages, number, text, tools, where)
-        said = f"the chat template does not end message {number} with {mark!r}, as it ends a last one"
-        raise RecipeError(f"{where}: {said}")
+        reason = f"the chat template does not end message {number} with {mark!r}, as it ends a last one"
+        raise RecipeError(f"{where}: {reason}")
 
     def _whole_span(self, messages: list[Message], number: int, text: str, tools: Tools, where: str) -> tuple[int, int]:
         """Returns the character span of an answer with tool calls or its own thought, as the template writes it."""
@@ -203,14 +203,14 @@ class Encoder:
         written = [(what, function["name"]) for what, function in calls_of(message)]
         written += [(name, str(message.get(name, "")).strip()) for name in THOUGHTS]
         if left := [what for what, value in written if text.find(value, begin, end) < 0]:
-            said = f"does not write {left[0]} in message {number}"
-            raise RecipeError(f"{where}: the chat template {said}; {OTHER_TEMPLATE}")
+            reason = f"does not write {left[0]} in message {number}"
+            raise RecipeError(f"{where}: the chat template {reason}; {OTHER_TEMPLATE}")
         if any(text.find(part, header, end) < 0 for part in split_thought(message)):
             raise RecipeError(_unlike(where, number, messages))
         if not tail.strip().removesuffix(self.template.end_of_turn()):
             fields = ", ".join(name for name in message if name not in PLAIN)
-            said = f"message {number} is empty and the chat template does not write its {fields}"
-            raise RecipeError(f"{where}: {said}; {OTHER_TEMPLATE}, or leave the message out")
+            reason = f"message {number} is empty and the chat template does not write its {fields}"
+            raise RecipeError(f"{where}: {reason}; {OTHER_TEMPLATE}, or leave the message out")
         return begin, end
 
     def _find_header(
@@ -243,8 +243,8 @@ class Rendered(NamedTuple):
 
 def _skip_thought(text: str, at: int) -> int | None:
     """Returns the end of the empty thought that begins at `at`, or None."""
-    found = EMPTY_THOUGHT.match(text, at)
-    return found.end() if found else None
+    thought = EMPTY_THOUGHT.match(text, at)
+    return thought.end() if thought else None
 
 
 def _unlike(where: str, number: int, messages: list[Message]) -> str:

@@ -30,9 +30,9 @@ def _two_sided(conversation: RawRow) -> list[dict[str, str]]:
     if len({line["sender"] for line in lines}) != 2:
         return []
     messages = []
-    for sender, said in groupby(lines, key=lambda line: line["sender"]):
+    for sender, messages_of_sender in groupby(lines, key=lambda line: line["sender"]):
         role = "user" if sender == lines[0]["sender"] else "assistant"
-        messages.append({"role": role, "content": "\n".join(line["text"].strip() for line in said)})
+        messages.append({"role": role, "content": "\n".join(line["text"].strip() for line in messages_of_sender)})
     return messages
 
 

@@ -67,8 +67,8 @@ def find_files(name: str, what: str) -> Files:
     """Returns the files of the source `name`. `what` is the recipe key, for errors. Raises RecipeError where there are
     none, or none that is read."""
     if not name:
-        said = f"needs a file, a pattern of files (rows/*.jsonl), a directory, a hub id or {' or '.join(DATASETS)}"
-        raise RecipeError(f"{what} = '': {said}")
+        reason = f"needs a file, a pattern of files (rows/*.jsonl), a directory, a hub id or {' or '.join(DATASETS)}"
+        raise RecipeError(f"{what} = '': {reason}")
     source, _ = split_slice(name, what)
     path = chitchat_file(source) if source in DATASETS else Path(source).expanduser()
     try:
@@ -77,8 +77,8 @@ def find_files(name: str, what: str) -> Files:
         raise RecipeError(f"{what} = {name!r}: {error.strerror}") from None
     kind = "" if is_pattern else kind_of(path)
     if path.is_file() and not kind:
-        said = f"this kind of file is not read; {', '.join(READERS)} are, also with {' or '.join(PACKED)} behind"
-        raise RecipeError(f"{what} = {name!r}: {said}")
+        reason = f"this kind of file is not read; {', '.join(READERS)} are, also with {' or '.join(PACKED)} behind"
+        raise RecipeError(f"{what} = {name!r}: {reason}")
     if kind and not path.is_dir():
         if not path.is_file():
             raise RecipeError(f"{what} = {name!r}: no such file")
@@ -88,13 +88,15 @@ def find_files(name: str, what: str) -> Files:
             return Files(SAVED, [path])
         # Path.glob refuses some patterns
         listed = map(Path, glob(str(path), recursive=True)) if is_pattern else path.iterdir()  # noqa: PTH207
-        there = [(kind_of(file), file) for file in sorted(listed) if file.is_file()]
+        kinds = [(kind_of(file), file) for file in sorted(listed) if file.is_file()]
         for suffix, reader in READERS.items():
-            if files := [file for kind, file in there if kind == suffix]:
+            if files := [file for kind, file in kinds if kind == suffix]:
                 return _readable(Files(reader, files, suffix), name, what)
-        said = "no file matches it that ends with" if is_pattern else "has no saved dataset, and no file that ends with"
+        reason = (
+            "no file matches it that ends with" if is_pattern else "has no saved dataset, and no file that ends with"
+        )
         hint = "; a slice behind a name is [start:stop], of counts or percents" * ("[" in name)
-        raise RecipeError(f"{what} = {name!r}: {said} {', '.join(READERS)}{hint}")
+        raise RecipeError(f"{what} = {name!r}: {reason} {', '.join(READERS)}{hint}")
     if ":" in source and Path(source.partition(":")[0]).exists():
         raise RecipeError(f"{what} = {name!r}: a file or a directory has no splits; name the files of one")
     if not is_hub_id(source):
@@ -112,9 +114,9 @@ def kind_of(path: Path) -> str:
 
 def _readable(files: Files, name: str, what: str) -> Files:
     """Returns `files`. Raises RecipeError where one cannot be opened, its text is UTF-16, or all are empty."""
-    said = f"{what} = {name!r}"
+    at = f"{what} = {name!r}"
     if any(path.suffix == ".zst" for path in files.paths) and importlib.util.find_spec("zstandard") is None:
-        raise RecipeError(f"{said}: reading .zst needs the package zstandard: pip install zstandard")
+        raise RecipeError(f"{at}: reading .zst needs the package zstandard: pip install zstandard")
     empty = True
     for path in files.paths:
         try:
@@ -124,13 +126,13 @@ def _readable(files: Files, name: str, what: str) -> Files:
                     raise EOFError("truncated, or not parquet: it does not end with PAR1")
         except (OSError, EOFError) as error:
             why = (isinstance(error, OSError) and error.strerror) or first_line(error)
-            raise RecipeError(f"{said}: {path.name} cannot be read ({why})") from None
+            raise RecipeError(f"{at}: {path.name} cannot be read ({why})") from None
         empty = empty and not beginning
         if files.reader != "parquet" and (mark := MARKS.get(beginning[:2]) or ("UTF-16" if b"\0" in beginning else "")):
             way_out = f"iconv -f {mark} -t UTF-8 {path.name} > utf8-{path.name}"
-            raise RecipeError(f"{said}: {path.name} is {mark}, and only UTF-8 is read; {way_out}")
+            raise RecipeError(f"{at}: {path.name} is {mark}, and only UTF-8 is read; {way_out}")
     if empty:
-        raise RecipeError(f"{said}: holds no rows")
+        raise RecipeError(f"{at}: holds no rows")
     return files
 
 
@@ -214,17 +216,19 @@ def read_template(file: str) -> str:
         raise RecipeError(f"data.chat_template = {file[:60]!r}: {why}") from None
 
 
-def taken_columns(columns: dict[str, str], there: list[str], names: list[str], what: str, name: str) -> dict[str, str]:
+def taken_columns(
+    columns: dict[str, str], columns_of_file: list[str], names: list[str], what: str, name: str
+) -> dict[str, str]:
     """Returns the field that each column of the source `name` is read as, where data.columns says so. `there`: its
     columns. Raises RecipeError for one that it has not, unless another of several sources may have it."""
     taken = {}
     for field, column in columns.items():
-        if column in there:
-            if field in there and field != column:
+        if column in columns_of_file:
+            if field in columns_of_file and field != column:
                 both = f"has {column} and {field} too; leave one of them out of the rows"
                 raise RecipeError(f"data.columns = {columns}: {what} = {name!r} {both}")
             taken[column] = field
-        elif len(names) == 1 or field not in there:
-            lacks = f"{what} = {name!r} has no column {column}; it has {', '.join(there)}"
-            raise RecipeError(f"data.columns = {columns}: {lacks}{nearest(column, there)}")
+        elif len(names) == 1 or field not in columns_of_file:
+            lacks = f"{what} = {name!r} has no column {column}; it has {', '.join(columns_of_file)}"
+            raise RecipeError(f"data.columns = {columns}: {lacks}{nearest(column, columns_of_file)}")
     return taken

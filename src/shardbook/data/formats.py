@@ -81,10 +81,10 @@ def read_row(row: RawRow, where: str, system: str = "", train_on: str = "assista
     given = row.get("system") or ""
     if not isinstance(given, str):
         raise RecipeError(f"{where}: system is {kind_of(given)}, must be text")
-    own = bool(messages) and messages[0]["role"] in ("system", "developer")
-    if own and given and given != messages[0]["content"]:
+    has_system = bool(messages) and messages[0]["role"] in ("system", "developer")
+    if has_system and given and given != messages[0]["content"]:
         raise RecipeError(f"{where}: has a system field and another system message; leave one out")
-    if not own and (given or system):
+    if not has_system and (given or system):
         messages.insert(0, {"role": "system", "content": given or system})
         first, flags = first + 1, {number + 1: flag for number, flag in flags.items()}
     return Chat(messages, _choose(messages, first, flags, train_on, where), _read_tools(row.get("tools"), where))
@@ -120,11 +120,11 @@ def _choose(messages: list[Message], first: int, flags: dict[int, bool], train_o
     if train_on == "all":
         return answers
     if not answers:
-        said = f"{where}: no assistant text, so nothing to train on"
+        reason = f"{where}: no assistant text, so nothing to train on"
         roles = list(dict.fromkeys(message["role"] for message in messages[first:]))
         meant = {role: OTHER_ROLES.get(role.lower(), role) for role in roles}
         hints = "".join(f"; is {role!r} {known}?" for role, known in meant.items() if known != role)
-        raise RecipeError(f"{said}; its roles are {', '.join(roles) or 'none'}{hints}")
+        raise RecipeError(f"{reason}; its roles are {', '.join(roles) or 'none'}{hints}")
     trained = [number for number in answers if flags.get(number, train_on != "last" or number == answers[-1])]
     if not trained:
         raise RecipeError(f"{where}: each answer asks not to be trained, so nothing to train on")
@@ -155,8 +155,8 @@ def _read_message(message: Any, number: int, where: str, flags: dict[int, bool])
             _read_call(message["function_call"], number, where)
             message["function_call"] = message["function_call"].get("function") or message["function_call"]
         if {"from", "value"} <= message.keys():
-            said = "has from and value; name their field conversations, not messages"
-            raise RecipeError(f"{where}: message {number} {said}")
+            reason = "has from and value; name their field conversations, not messages"
+            raise RecipeError(f"{where}: message {number} {reason}")
     if isinstance(message.get("content"), list):
         message = message | {"content": read_content(message["content"], f"{where}: message {number}")}
     if not (isinstance(message.get("role"), str) and isinstance(message.get("content"), str)):
@@ -254,9 +254,9 @@ def from_instruction(row: RawRow, where: str) -> list[Message]:
     if not isinstance(history, list):
         raise RecipeError(f"{where}: history is {kind_of(history)}, must be a list of two texts each")
     for number, turn in enumerate(history):
-        if not (isinstance(turn, list) and len(turn) == 2 and all(isinstance(said, str) for said in turn)):
+        if not (isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn)):
             raise RecipeError(f"{where}: history {number} must be two texts, the user's and the answer")
-        messages += [{"role": role, "content": said} for role, said in zip(("user", "assistant"), turn, strict=True)]
+        messages += [{"role": role, "content": text} for role, text in zip(("user", "assistant"), turn, strict=True)]
     more = row.get("input") or ""
     if not isinstance(more, str):
         raise RecipeError(f"{where}: input is {kind_of(more)}, must be text")
@@ -266,9 +266,11 @@ def from_instruction(row: RawRow, where: str) -> list[Message]:
 def _unread(row: RawRow) -> str:
     """Returns the reason why a row has no format: its fields, the nearest format and the fields that this lacks."""
     fields = {name: value for name, value in row.items() if value is not None}
-    said = f"has the fields {', '.join(fields) or 'none'}"
+    fields_there = f"has the fields {', '.join(fields) or 'none'}"
     if {"chosen", "rejected"} <= set(fields):
-        return f"{said}: a preference, which method = dpo, orpo, simpo and reward train; for sft it needs {SHAPES}"
+        return (
+            f"{fields_there}: a preference, which method = dpo, orpo, simpo and reward train; for sft it needs {SHAPES}"
+        )
     known = [name for needed in FORMATS.values() for name in needed]
     meant: dict[str, str] = {}  # field of a format -> the row's
     for name in fields:
@@ -276,14 +278,14 @@ def _unread(row: RawRow) -> str:
         meant.setdefault(name if name in known else USUAL.get(name.lower()) or (close or [name])[0], name)
     best = max(FORMATS, key=lambda form: sum(1 + (name in fields) for name in FORMATS[form] if name in meant))
     if not any(name in meant for name in FORMATS[best]):
-        return f"{said}; needs {SHAPES}"
+        return f"{fields_there}; needs {SHAPES}"
     wrong = [f"{name} is {kind_of(fields[name])}" for name in FORMATS[best] if name in fields]
     lacks = [
         f"lacks {name}" + (f" (is that {meant[name]}?)" if name in meant else "")
         for name in FORMATS[best]
         if name not in fields
     ]
-    return f"{said}; nearest to {best}: {', '.join(lacks or wrong)}; needs {SHAPES}"
+    return f"{fields_there}; nearest to {best}: {', '.join(lacks or wrong)}; needs {SHAPES}"
 
 
 def kind_of(value: Any) -> str:

@@ -129,14 +129,14 @@ class Loader:
     def step_at(self, consumed_rows: int) -> list[MicroBatch]:
         """Returns this rank's micro-batches of the step that begins after `consumed_rows` rows: a pure function, so a
         thread may prefetch it. Micro-batch m of all ranks is contiguous in the stream. RowError names the rows."""
-        here, micros = self.batching, []
+        batching, micros = self.batching, []
         for micro in range(self.accumulation):
             _, rows = self._rows(consumed_rows, micro)
             try:
-                micros.append(build_micro_batch(self.documents.encoded, rows, here, self.documents.reference))
+                micros.append(build_micro_batch(self.documents.encoded, rows, batching, self.documents.reference))
             except Exception as error:  # Arrow's, or of a file that another program truncated, or of a disk
-                said = f"data.train: {self.name_rows(consumed_rows, micro)} cannot be read"
-                raise RowError(f"{said}: {type(error).__name__}: {error}") from error
+                message = f"data.train: {self.name_rows(consumed_rows, micro)} cannot be read"
+                raise RowError(f"{message}: {type(error).__name__}: {error}") from error
         return micros
 
     def name_rows(self, consumed_rows: int, micro: int) -> str:
@@ -146,9 +146,9 @@ class Loader:
         return f"rows {start} to {start + len(rows) - 1} of the run (documents {documents})"
 
     def _rows(self, consumed_rows: int, micro: int) -> tuple[int, list[Row]]:
-        here = self.batching
-        start = consumed_rows + (micro * here.dp_size + here.dp_rank) * here.batch_size
-        return start, [self.row_at(index) for index in range(start, start + here.batch_size)]
+        batching = self.batching
+        start = consumed_rows + (micro * batching.dp_size + batching.dp_rank) * batching.batch_size
+        return start, [self.row_at(index) for index in range(start, start + batching.batch_size)]
 
     def peek(self) -> list[MicroBatch]:
         """Returns this rank's micro-batches of the next step."""
@@ -161,18 +161,18 @@ class Loader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Seeks to a saved position. Raises RecipeError where that belongs to another stream of rows."""
-        here = self.state_dict()
-        if (state["rows"], state["seed"]) != (here["rows"], here["seed"]):
+        state_now = self.state_dict()
+        if (state["rows"], state["seed"]) != (state_now["rows"], state_now["seed"]):
             raise RecipeError(
                 f"the checkpoint was made with {state['rows']} rows and seed {state['seed']}, this recipe has "
-                f"{here['rows']} rows and seed {here['seed']}: keep [data] and train.seed, "
+                f"{state_now['rows']} rows and seed {state_now['seed']}: keep [data] and train.seed, "
                 "or start a new run from the export (model.path)"
             )
-        if state["data"] != here["data"]:
+        if state["data"] != state_now["data"]:
             raise RecipeError(
-                f"the checkpoint was made with other data ({state['data']} there, {here['data']} here; as many rows): "
-                "keep [data], and the day that a chat template writes (data.chat_template_date), or start a new run "
-                "from the export (model.path)"
+                f"the checkpoint was made with other data ({state['data']} there, {state_now['data']} here; "
+                "as many rows): keep [data], and the day that a chat template writes (data.chat_template_date), or "
+                "start a new run from the export (model.path)"
             )
         self.consumed_rows = state["consumed_rows"]
 
@@ -228,8 +228,8 @@ def build_micro_batch(
         at = 0
         for part in parts:
             tokens, mask = torch.tensor(part[0]), torch.tensor(part[1])
-            here = slice(at, at + len(tokens))
-            ids[row, here], places[row, here] = tokens, torch.arange(len(tokens))
+            place = slice(at, at + len(tokens))
+            ids[row, place], places[row, place] = tokens, torch.arange(len(tokens))
             targets[row, at : at + len(tokens) - 1] = torch.where(mask[1:], tokens[1:], -1)
             starts.append(row * length + at)
             lengths.append(len(tokens))
@@ -250,24 +250,24 @@ def build_micro_batch(
     targets = targets.flatten()[positions]
     facts = packed, max_seqlen, sum(length**2 for length in lengths), tuple(trained)
     counts = torch.tensor(trained, dtype=torch.float32) if batching.sequences > 1 else None
-    whole = MicroBatch(
+    micro = MicroBatch(
         ids, places, cu_seqlens, positions, targets, *facts, counts, torch.tensor(ends, dtype=torch.int64), known
     )
-    return slice_rows(whole, batching) if batching.cp_size > 1 else whole
+    return slice_rows(micro, batching) if batching.cp_size > 1 else micro
 
 
-def slice_rows(whole: MicroBatch, batching: Batching) -> MicroBatch:
+def slice_rows(micro: MicroBatch, batching: Batching) -> MicroBatch:
     """Returns a context-parallel rank's slice of the micro-batch `whole`. Positions and targets must exist before: the
     last token of a slice predicts the first of the next."""
-    length = whole.input_ids.shape[1]
+    length = micro.input_ids.shape[1]
     each = length // batching.cp_size
     start = batching.cp_rank * each
-    rows, columns = whole.positions // length, whole.positions % length
+    rows, columns = micro.positions // length, micro.positions % length
     here = (start <= columns) & (columns < start + each)
-    ids, places = (of[:, start : start + each].contiguous() for of in (whole.input_ids, whole.position_ids))
+    ids, places = (of[:, start : start + each].contiguous() for of in (micro.input_ids, micro.position_ids))
     positions = (rows * each + columns - start)[here]
     # the sequence of each trained token, in the order of positions
-    owners = torch.arange(len(whole.trained)).repeat_interleave(torch.tensor(whole.trained, dtype=torch.int64))
-    trained = tuple(torch.bincount(owners[here], minlength=len(whole.trained)).tolist())
-    facts = whole.packed, whole.max_seqlen, whole.pairs * (batching.cp_rank == 0), trained
-    return MicroBatch(ids, places, whole.cu_seqlens, positions, whole.targets[here], *facts)
+    owners = torch.arange(len(micro.trained)).repeat_interleave(torch.tensor(micro.trained, dtype=torch.int64))
+    trained = tuple(torch.bincount(owners[here], minlength=len(micro.trained)).tolist())
+    facts = micro.packed, micro.max_seqlen, micro.pairs * (batching.cp_rank == 0), trained
+    return MicroBatch(ids, places, micro.cu_seqlens, positions, micro.targets[here], *facts)

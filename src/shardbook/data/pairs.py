@@ -47,18 +47,18 @@ def split_pair(row: RawRow, where: str) -> list[RawRow]:
 def _no_pair(row: RawRow) -> str:
     """Returns the reason why a row is no preference: its fields, and the missing ones or their types."""
     fields = {name: value for name, value in row.items() if value is not None}
-    said = f"has the fields {', '.join(fields) or 'none'}"
+    fields_there = f"has the fields {', '.join(fields) or 'none'}"
     needs = "a preference needs prompt, chosen and rejected, as text or as messages"
     if lacks := [name for name in ("chosen", "rejected") if name not in fields]:
-        return f"{said}; {needs}; lacks {', '.join(lacks)}"
+        return f"{fields_there}; {needs}; lacks {', '.join(lacks)}"
     kinds = ", ".join(
         f"{name} is {kind_of(fields[name])}" for name in ("prompt", "chosen", "rejected") if name in fields
     )
     if {"prompt", "conversations", "instruction"} & set(fields):
-        return f"{said}; {needs}: {kinds}"
+        return f"{fields_there}; {needs}: {kinds}"
     meant = next((name for name in fields if USUAL.get(name.lower()) == "prompt"), "")
     hint = f" (is that {meant}?)" if meant else ": text does not say where an answer begins"
-    return f"{said}; {needs}: {kinds}; lacks prompt{hint}"
+    return f"{fields_there}; {needs}: {kinds}; lacks prompt{hint}"
 
 
 def _split_messages(prompt: Any, sides: list[list[Message]], where: str) -> tuple[list[Message], list[list[Message]]]:

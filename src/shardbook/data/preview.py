@@ -80,19 +80,19 @@ def take_preview(
     numbers = np.array([number for row in documents.rows for number in row])
     parts, examples, start = [], [], 0
     for name, count, *_ in documents.sources:
-        here = numbers[(numbers >= start) & (numbers < start + count)]
+        numbers_of_source = numbers[(numbers >= start) & (numbers < start + count)]
         dropped = column(documents.encoded, "trained")[start : start + count] == 0
-        parts.append(_count(name, documents, here, int(dropped.sum())))
-        for number in np.unique(here)[:rows].tolist():
+        parts.append(_count(name, documents, numbers_of_source, int(dropped.sum())))
+        for number in np.unique(numbers_of_source)[:rows].tolist():
             title = f"{name}, row {number - start}"
             examples.append((title, _sequences(documents.encoded[number], tokenizer)))
         start += count
     if len(parts) > 1:
         parts.append(_count("together", documents, numbers, sum(part.dropped for part in parts)))
     if held_out:
-        here = np.array([number for row in held_out.rows for number in row])
+        numbers_of_source = np.array([number for row in held_out.rows for number in row])
         lost = int((column(held_out.encoded, "trained") == 0).sum()) if data.eval else 0  # else they are counted above
-        parts.append(_count("held out", held_out, here, lost))
+        parts.append(_count("held out", held_out, numbers_of_source, lost))
     lengths = column(documents.encoded, "lengths")[numbers].flatten()
     padding, of = _padding(documents, data, train, sequences)
     summary = f"{documents.summary}; {padding:.1%} of {of} is padding"
@@ -112,18 +112,18 @@ def _count(name: str, documents: Documents, numbers: np.ndarray, dropped: int) -
 
 def _padding(documents: Documents, data: Data, train: Train, sequences: int) -> tuple[float, str]:
     """Returns the share of padding in the first epoch's rows on a GPU, and a description of these rows."""
-    here = choose_batching(data, train, DataRank(), "cuda", documents, sequences=sequences)
+    batching = choose_batching(data, train, DataRank(), "cuda", documents, sequences=sequences)
     tokens = column(documents.encoded, "length")
     used = sum(int(tokens[number]) for row in documents.rows for number in row)
-    if here.row_length:
-        length = round_up(here.row_length, here.multiple)
+    if batching.row_length:
+        length = round_up(batching.row_length, batching.multiple)
         return 1 - used / (length * len(documents.rows)), f"rows of {length:,} tokens"
-    loader, longest = Loader(documents, here, 1, train.seed), column(documents.encoded, "lengths").max(axis=1)
+    loader, longest = Loader(documents, batching, 1, train.seed), column(documents.encoded, "lengths").max(axis=1)
     order, padded = [loader.row_at(index)[0] for index in range(len(documents.rows))], 0
-    for start in range(0, len(order), here.batch_size):
-        together = order[start : start + here.batch_size]
-        padded += len(together) * sequences * round_up(int(longest[together].max()), here.multiple)
-    return 1 - used / padded, f"micro-batches of {here.batch_size}, unpacked,"
+    for start in range(0, len(order), batching.batch_size):
+        together = order[start : start + batching.batch_size]
+        padded += len(together) * sequences * round_up(int(longest[together].max()), batching.multiple)
+    return 1 - used / padded, f"micro-batches of {batching.batch_size}, unpacked,"
 
 
 def _bars(lengths: np.ndarray) -> list[tuple[int, int, int]]:
@@ -135,11 +135,11 @@ def _bars(lengths: np.ndarray) -> list[tuple[int, int, int]]:
 
 
 def _sequences(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[TokenSequence]:
-    found, names = [], ("chosen", "rejected") if len(document["lengths"]) == 2 else ("",)
+    sequences, names = [], ("chosen", "rejected") if len(document["lengths"]) == 2 else ("",)
     for name, (ids, mask) in zip(names, sequences_of(document), strict=True):
         mask = [False, *mask[1:]]  # the first token is never predicted
-        found.append(TokenSequence(name, _pieces(ids, mask, tokenizer), len(ids), sum(mask)))
-    return found
+        sequences.append(TokenSequence(name, _pieces(ids, mask, tokenizer), len(ids), sum(mask)))
+    return sequences
 
 
 def _pieces(ids: list[int], mask: list[bool], tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
@@ -185,8 +185,8 @@ def as_text(sequence: TokenSequence, is_plain: bool) -> Text:
     begin, end = SHOWN
     pieces, left = sequence.pieces, sequence.pieces[begin:-end]
     if left:
-        said = Piece(f"\n[... {sum(piece.tokens for piece in left):,} tokens ...]\n", False, 0)
-        pieces = [*pieces[:begin], said, *pieces[-end:]]
+        omission = Piece(f"\n[... {sum(piece.tokens for piece in left):,} tokens ...]\n", False, 0)
+        pieces = [*pieces[:begin], omission, *pieces[-end:]]
     text, inside = Text(), False
     for piece in [*pieces, Piece("", False, 0)]:
         if is_plain and piece.trained != inside:

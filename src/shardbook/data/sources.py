@@ -142,8 +142,8 @@ def mix(numbers: np.ndarray, counts: list[int], weights: list[float]) -> np.ndar
     shares[np.argsort(shares - exact, kind="stable")[: len(numbers) - shares.sum()]] += 1
     for number, (part, share) in enumerate(zip(parts, shares, strict=True)):
         if not (len(part) and share):
-            said = f"{len(part)} rows of source {number} can be trained, and {share} are its share"
-            raise RecipeError(f"data.weights = {weights}: {said}; leave it out of data.train")
+            reason = f"{len(part)} rows of source {number} can be trained, and {share} are its share"
+            raise RecipeError(f"data.weights = {weights}: {reason}; leave it out of data.train")
     both = zip(parts, shares, strict=True)
     return np.concatenate([part[np.arange(share) * len(part) // share] for part, share in both])
 

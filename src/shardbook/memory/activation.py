@@ -55,11 +55,11 @@ def apply_checkpointing(
             f"must be every:1 to every:{len(blocks)}, or none"
         )
     chosen = ((number, blocks[number]) for number in activation.recomputed(range(len(blocks))))
-    own = {number: block for number, block in chosen if block is not None}
+    blocks_here = {number: block for number, block in chosen if block is not None}
     policy = keep_saved_ops if activation.checkpointing == "selective" else None
-    for block in own.values():
+    for block in blocks_here.values():
         block.forward = recomputed(block.forward, is_random, policy, bool(stacked_parameters(block)))
-    return list(own)
+    return list(blocks_here)
 
 
 def keep_saved_ops(context: Any, op: Any, *positional: Any, **named: Any) -> CheckpointPolicy:

@@ -162,11 +162,12 @@ class HostAdamW(torch.optim.Optimizer):
         for number, (slot, master) in enumerate(zip(unit.plan.slots, unit.masters, strict=True)):
             if slot.reduced < 0:
                 continue
-            total, own = unit.view("gradients", number), flat[slot.reduced : slot.reduced + slot.numel].view(slot.shape)
+            total = unit.view("gradients", number)
+            arrived = flat[slot.reduced : slot.reduced + slot.numel].view(slot.shape)
             if is_first:
-                total.copy_(own)
+                total.copy_(arrived)
             else:
-                total += own
+                total += arrived
             if is_last:
                 self.squares[master] = squares_of([total]).sum()
 
@@ -178,8 +179,8 @@ class HostAdamW(torch.optim.Optimizer):
         for staging in self.stagings:  # earlier gradients were waited for when these arrived
             if staging.accumulated is not None:
                 staging.accumulated.result()
-        own = [master for master in self.tree.parameters() if master in self.squares]
-        norm = gradient_norm([*own], [self.squares[master] for master in own])
+        masters = [master for master in self.tree.parameters() if master in self.squares]
+        norm = gradient_norm([*masters], [self.squares[master] for master in masters])
         self.coefficient = min(1.0, float(max_norm / (norm + 1e-6))) if max_norm else 1.0
         return norm
 
@@ -231,8 +232,8 @@ class HostAdamW(torch.optim.Optimizer):
             for settings, masters in groups
         ]
         spans = [(first, min(first + self.bucket, end)) for first in range(0, end, self.bucket)]
-        here = ((first, last, [unit.flats[name][first:last] for name in STATE]) for first, last in spans)
-        for first, last, state in self.disk.buckets(unit, spans) if self.disk else here:
+        spans_of_unit = ((first, last, [unit.flats[name][first:last] for name in STATE]) for first, last in spans)
+        for first, last, state in self.disk.buckets(unit, spans) if self.disk else spans_of_unit:
             flats = [*state, unit.flats["gradients"][first:last]]
             if coefficient != 1.0:
                 flats[3].mul_(coefficient)
@@ -266,8 +267,8 @@ class HostAdamW(torch.optim.Optimizer):
         host's steps, and the seconds that these steps took. Call it between a step and its zero_grad."""
         seconds = {"wait": self.waited, "step": self.seconds}
         self.waited = self.seconds = 0.0
-        found = {f"perf/offload_{what}_seconds": value for what, value in seconds.items()}
-        return found | {f"offload/{what}_bytes": float(count) for what, count in self.moved.items()}
+        metrics = {f"perf/offload_{what}_seconds": value for what, value in seconds.items()}
+        return metrics | {f"offload/{what}_bytes": float(count) for what, count in self.moved.items()}
 
     def bytes(self) -> dict[str, int]:
         """Returns the measured bytes of offloaded state: `host` and, where a file is used, `disk`."""
@@ -299,8 +300,12 @@ def build_host_adamw(
     params = [sharded_parameters(unit.handle) if unit.shapes else [] for unit in layout.units]
     # units with their parameters in the order in which fully_shard concatenates them
     ordered = [
-        replace(unit, shapes=tuple(map(whole_shape, own)), trained=tuple(p.sharded_param.requires_grad for p in own))
-        for unit, own in zip(layout.units, params, strict=True)
+        replace(
+            unit,
+            shapes=tuple(map(whole_shape, members)),
+            trained=tuple(p.sharded_param.requires_grad for p in members),
+        )
+        for unit, members in zip(layout.units, params, strict=True)
     ]
     assert all(sorted(a.shapes) == sorted(b.shapes) for a, b in zip(layout.units, ordered, strict=True))
     masters, units = dict[nn.Parameter, nn.Parameter](), []

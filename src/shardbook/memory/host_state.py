@@ -71,13 +71,13 @@ def plan_unit(layout: Layout, unit: Unit, rank: int) -> UnitPlan:
     """Returns the host buffers that the global `rank` needs for `unit`. No process group is needed."""
     shard, offload = rank_along(layout.sizes, DP_SHARD, rank), layout.offload
     shapes = [(shard_rows(shape[0], layout.shards, shard), *shape[1:]) for shape in unit.shapes]
-    trained = sum(round_up(prod(own), ALIGN) for own, trains in zip(shapes, unit.trained, strict=True) if trains)
+    trained = sum(round_up(prod(part), ALIGN) for part, trains in zip(shapes, unit.trained, strict=True) if trains)
     free = {True: 0, False: trained}  # where the next trained, and the next frozen parameter begins
     slots, gathered, reduced = [], 0, 0
-    for whole, own, trains in zip(unit.shapes, shapes, unit.trained, strict=True):
+    for whole, part, trains in zip(unit.shapes, shapes, unit.trained, strict=True):
         padded = ceil_div(whole[0], layout.shards) * prod(whole[1:])
-        slots.append(BufferSlot(free[trains], prod(own), own, gathered, padded, reduced if trains else -1))
-        free[trains] += round_up(prod(own), ALIGN)
+        slots.append(BufferSlot(free[trains], prod(part), part, gathered, padded, reduced if trains else -1))
+        free[trains] += round_up(prod(part), ALIGN)
         gathered += padded
         reduced += padded * trains
     shards = aligned(gathered * layout.dtype("params").itemsize) * (offload.params != "none")
@@ -203,12 +203,12 @@ def threads_here(ranks_here: int, device_type: str) -> int:
 def check_room(layout: Layout, ranks_here: int) -> None:
     """Raises RecipeError where this machine's memory or disk cannot hold the offloaded state of its ranks."""
     sizes = offloaded_bytes(layout, 0)  # no rank needs more than rank 0
-    needed, there = sizes["host"] * ranks_here, available_memory() * (1 - RESERVE)
-    if needed > there:
+    needed, free = sizes["host"] * ranks_here, available_memory() * (1 - RESERVE)
+    if needed > free:
         further = "nvme (and offload.path)" if layout.offload.optimizer == "cpu" else "more ranks"
         raise RecipeError(
             f"offload.optimizer = {layout.offload.optimizer!r}: {needed / GB:.1f} GB of this machine's memory are "
-            f"needed for {ranks_here} ranks and {there / GB:.1f} can be had; set offload.optimizer to {further}"
+            f"needed for {ranks_here} ranks and {free / GB:.1f} can be had; set offload.optimizer to {further}"
         )
     if "disk" in sizes:
         folder = Path(layout.offload.path)
@@ -224,7 +224,7 @@ def available_memory(root: Path = Path("/")) -> int:
     """Returns the bytes of host memory that this process may take: the kernel's MemAvailable, or less where its control
     group, or one around that, allows less. A group's inactive page cache counts as free: the kernel reclaims it."""
     text = (root / "proc/meminfo").read_text()
-    there = next(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("MemAvailable"))
+    free = next(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("MemAvailable"))
     groups = root / "proc/self/cgroup"
     for line in groups.read_text().splitlines() if groups.exists() else []:
         _, controllers, path = line.split(":", 2)
@@ -242,5 +242,5 @@ def available_memory(root: Path = Path("/")) -> int:
                 most, taken = int((folder / limit).read_text()), int((folder / used).read_text())
                 stat = folder / "memory.stat"
                 counts = dict(line.split() for line in stat.read_text().splitlines()) if stat.exists() else {}
-                there = min(there, most - taken + int(counts.get(idle, 0)))
-    return there
+                free = min(free, most - taken + int(counts.get(idle, 0)))
+    return free

@@ -97,9 +97,9 @@ def cast_masters(unit: OffloadedUnit, updates: Updates, shards: Sequence[Tensor]
     for first, last, masters in updates:
         pinned = masters.is_pinned()  # masters in a file's mapping, after a load, are not
         for slot, shard in zip(unit.plan.slots, shards, strict=True):
-            if own := slot.overlap(first, last):
-                here = shard[own.start - slot.start : own.stop - slot.start]
-                here.copy_(masters[own.start - first : own.stop - first].to(here.device, non_blocking=pinned))
+            if shared := slot.overlap(first, last):
+                target = shard[shared.start - slot.start : shared.stop - slot.start]
+                target.copy_(masters[shared.start - first : shared.stop - first].to(target.device, non_blocking=pinned))
 
 
 def own_stream(device: torch.device) -> None:
@@ -140,7 +140,7 @@ class Prefetcher:
             self._request(unit, self.slot)
         self.follows[self.last_two] = unit
         self.last_two = (self.last_two[1], unit.number)
-        here, h2d_event = self.reads[unit.number, unit.version].result()
+        read, h2d_event = self.reads[unit.number, unit.version].result()
         self.prefetched = (-1, -1)
         if (guess := self.follows.get(self.last_two)) is not None and guess is not unit:
             self.prefetched = (guess.number, guess.version)
@@ -148,7 +148,7 @@ class Prefetcher:
         if h2d_event is not None:
             self.reader = torch.cuda.current_stream()
             self.reader.wait_event(h2d_event)
-        return here.view(unit.flats["shards"].dtype)
+        return read.view(unit.flats["shards"].dtype)
 
     def _request(self, unit: OffloadedUnit, slot: int) -> None:
         read = self.pool.submit(self._read, unit, slot, self.free[slot], unit.ready)
@@ -175,10 +175,10 @@ class Prefetcher:
         if not self.slots:
             return source, None
         torch.cuda.current_stream().wait_event(free)
-        here = self.slots[slot][: source.nbytes]
-        here.copy_(source, non_blocking=True)
+        view = self.slots[slot][: source.nbytes]
+        view.copy_(source, non_blocking=True)
         self.h2d_events[slot] = torch.cuda.current_stream().record_event()
-        return here, self.h2d_events[slot]
+        return view, self.h2d_events[slot]
 
 
 class DiskState:

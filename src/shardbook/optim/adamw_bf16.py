@@ -72,11 +72,11 @@ class AdamWBf16(torch.optim.Optimizer):
 
 def numbers_in_whole(model: nn.Module) -> list[int] | None:
     """Returns the number of each parameter of `parameter_groups` in those of the whole model; None where it is all."""
-    whole: dict[str, torch.Size] | None = getattr(model, GLOBAL_SHAPES, None)
-    if whole is None:
+    full_shapes: dict[str, torch.Size] | None = getattr(model, GLOBAL_SHAPES, None)
+    if full_shapes is None:
         return None
     names = dict(model.named_parameters())
-    order = sorted(whole, key=lambda name: len(whole[name]) < 2)
+    order = sorted(full_shapes, key=lambda name: len(full_shapes[name]) < 2)
     return [number for number, name in enumerate(order) if name in names]
 
 

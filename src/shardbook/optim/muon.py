@@ -33,8 +33,8 @@ class Muon(torch.optim.Optimizer):
         chosen, split = matrices_of(list(blocks)), []
         for group in groups:
             for is_matrix in (True, False):
-                if found := [p for p in group["params"] if (p in chosen) == is_matrix]:
-                    split.append(group | {"params": found, "is_matrix": is_matrix})
+                if chosen_params := [p for p in group["params"] if (p in chosen) == is_matrix]:
+                    split.append(group | {"params": chosen_params, "is_matrix": is_matrix})
         super().__init__(split, {"lr": optim.learning_rate, "weight_decay": 0.0})
         self.optim = optim
 
@@ -52,10 +52,10 @@ class Muon(torch.optim.Optimizer):
         same_shape: dict[tuple[torch.Size, Any], list[nn.Parameter]] = {}
         for parameter in parameters:
             same_shape.setdefault((parameter.shape, shard_group(parameter)), []).append(parameter)
-        for (shape, group), found in same_shape.items():
+        for (shape, group), matrices in same_shape.items():
             ranks = group.size() if group else 1
-            for first in range(0, len(found), ranks):
-                some = found[first : first + ranks]
+            for first in range(0, len(matrices), ranks):
+                some = matrices[first : first + ranks]
                 updates = orthogonal_rows([self._advance(parameter) for parameter in some], shape, group)
                 for parameter, update in zip(some, updates, strict=True):
                     weight = local_values(parameter)
@@ -100,14 +100,14 @@ def orthogonal_rows(rows: list[Tensor], shape: torch.Size, group: dist.ProcessGr
         return [orthogonal(matrix) for matrix in rows]
     ranks, each = group.size(), ceil_div(shape[0], group.size())
     sent = rows[0].new_zeros(ranks, each, shape[1])  # for each rank this rank's rows of its matrix
-    for number, found in enumerate(rows):
-        sent[number, : len(found)] = found
+    for number, shard in enumerate(rows):
+        sent[number, : len(shard)] = shard
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     if group.rank() < len(rows):
         received.view(-1, shape[1])[: shape[0]] = orthogonal(received.view(-1, shape[1])[: shape[0]])
     dist.all_to_all_single(sent, received, group=group)
-    return [sent[number, : len(found)] for number, found in enumerate(rows)]
+    return [sent[number, : len(shard)] for number, shard in enumerate(rows)]
 
 
 def orthogonal(matrix: Tensor) -> Tensor:

@@ -29,18 +29,18 @@ TORCHAO = "0.18"  # the first that was tried here, on torch 2.13
 
 def needs_torchao(device_type: str) -> None:
     """Raises RecipeError where the step of adamw_8bit cannot run on `device_type`."""
-    said = "optim.name = 'adamw_8bit':"
+    at = "optim.name = 'adamw_8bit':"
     way_out = f"pip install 'torchao>={TORCHAO}' (the extra `8bit`), or set optim.name=adamw_bf16"
     try:
         from torchao.optim import AdamW8bit  # noqa: F401
 
         version = importlib.metadata.version("torchao")
     except Exception as error:  # any: a torchao that was built for another torch may raise anything
-        raise RecipeError(f"{said} torchao cannot be used ({first_line(error)}); {way_out}") from error
+        raise RecipeError(f"{at} torchao cannot be used ({first_line(error)}); {way_out}") from error
     if [int(part) for part in re.findall(r"\d+", version)[:2]] < [int(part) for part in TORCHAO.split(".")]:
-        raise RecipeError(f"{said} torchao is {version}; {way_out}")
+        raise RecipeError(f"{at} torchao is {version}; {way_out}")
     if device_type == "cuda" and not importlib.util.find_spec("triton"):
-        raise RecipeError(f"{said} compiles its step, and Triton is absent; set optim.name=adamw_bf16")
+        raise RecipeError(f"{at} compiles its step, and Triton is absent; set optim.name=adamw_bf16")
 
 
 def adamw_settings(optim: Optim) -> dict[str, Any]:

@@ -46,7 +46,7 @@ class ContextAxis:
         counts = [len(own) for own in self.key_heads]
         parts = [query.transpose(1, 2).split(self.heads, 2)]
         sent_heads = [head for own in self.key_heads for head in own]  # in the order of the ranks that receive them
-        parts += [pick_heads(whole, sent_heads).transpose(1, 2).split(counts, 2) for whole in (key, value)]
+        parts += [pick_heads(full, sent_heads).transpose(1, 2).split(counts, 2) for full in (key, value)]
         own = [self.heads[self.cp_rank], counts[self.cp_rank], counts[self.cp_rank]]
         input_splits = [sum(part.numel() for part in each) for each in zip(*parts, strict=True)]
         sent = torch.cat([torch.cat(each, 2).flatten() for each in zip(*parts, strict=True)])
@@ -64,11 +64,11 @@ class ContextAxis:
         return torch.cat([part.view(rows, length // self.size, -1, dim) for part in got.split(output_splits)], 2)
 
 
-def pick_heads(whole: Tensor, heads: list[int]) -> Tensor:
+def pick_heads(full: Tensor, heads: list[int]) -> Tensor:
     """Returns `heads` of `whole` [B, heads, ...], by slices: an index would be copied to the device."""
-    if heads == list(range(whole.shape[1])):
-        return whole
-    return torch.cat([whole[:, head : head + 1] for head in heads], 1)
+    if heads == list(range(full.shape[1])):
+        return full
+    return torch.cat([full[:, head : head + 1] for head in heads], 1)
 
 
 class _AllToAll(torch.autograd.Function):

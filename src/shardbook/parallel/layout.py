@@ -180,9 +180,9 @@ class Layout:
         left = iter(self.units)
         return [replace(self, units=tuple(islice(left, count)), chunk_units=()) for count in self.chunk_units]
 
-    def blocks(self, whole: int) -> list[int]:
+    def blocks(self, total: int) -> list[int]:
         """Returns the numbers of the blocks that this rank has, of a model of `whole` blocks."""
-        return [number for chunk in range(self.pipeline.chunks) for number in self.pipeline.own_layers(chunk, whole)]
+        return [number for chunk in range(self.pipeline.chunks) for number in self.pipeline.own_layers(chunk, total)]
 
     def data_rank(self, rank: int) -> DataRank:
         replica, shard = (rank_along(self.sizes, axis, rank) for axis in DATA_AXES)
@@ -233,17 +233,17 @@ def build_layout(
     sizes = fold_sizes(resolve_sizes(parallel, stage.axes, world_size), stage.shards)
     switches = read_switches(parallel, sizes[DP_SHARD], ranks_per_node)
     views: Any = getattr(model, "chunks", None) or [model]
-    own = [(parts, blocks)] if len(views) == 1 else [(view.parts, view.blocks) for view in views]
+    groups_of_chunks = [(parts, blocks)] if len(views) == 1 else [(view.parts, view.blocks) for view in views]
     frees, chosen, chunks = stage.reshard_after_forward, {} if chosen is None else chosen, list[tuple[Unit, ...]]()
-    for view, each in zip(views, own, strict=True):
+    for view, each in zip(views, groups_of_chunks, strict=True):
         key = view, frees, *(getattr(parallel, name) for name in UNIT_KEYS)
         if key not in chosen:
             chosen[key] = choose_units(view, *each, frees, parallel)
         chunks.append(chosen[key])
     units = tuple(unit for chunk in chunks for unit in chunk)
     beside = getattr(getattr(model, "teacher", None), "config", None)
-    found = (stage, sizes, units, parallel, precision, switches, ranks_per_node, offload, beside, parallel.cp_size)
-    return Layout(*found, getattr(model, "pipeline", WHOLE_MODEL), tuple(map(len, chunks)))
+    facts = (stage, sizes, units, parallel, precision, switches, ranks_per_node, offload, beside, parallel.cp_size)
+    return Layout(*facts, getattr(model, "pipeline", WHOLE_MODEL), tuple(map(len, chunks)))
 
 
 def pipeline_groups(along: list[int], rank: int) -> dict[str, list[int]]:

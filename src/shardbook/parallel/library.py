@@ -236,15 +236,15 @@ def _with_every_axis(mesh: DeviceMesh | None, layout: Layout, device_type: str) 
     which it lacks: making one would take a collective of all."""
     if mesh is None:
         return build_mesh(layout.sizes, device_type)
-    names, whole = tuple(axis_sizes(mesh)), mesh.mesh.flatten().tolist() == list(range(dist.get_world_size()))
-    if not whole and (layout.switches.secondary or len(layout.hops) > 1):
+    names, is_full = tuple(axis_sizes(mesh)), mesh.mesh.flatten().tolist() == list(range(dist.get_world_size()))
+    if not is_full and (layout.switches.secondary or len(layout.hops) > 1):
         raise RecipeError(
             "shard_model: ZeRO++'s groups inside a node need a mesh of all ranks, in order; leave out secondary_shard, "
             "and quantize_gradients over several nodes"
         )
     if names == DATA_AXES or (names == (DP_SHARD,) and len(layout.hops) < 2):
         return mesh
-    if len(names) == 1 and whole:
+    if len(names) == 1 and is_full:
         return build_mesh(layout.sizes, device_type)
     raise RecipeError(
         f"shard_model: the mesh must have {' and '.join(DATA_AXES)}, in this order, one of them perhaps of size 1; it "

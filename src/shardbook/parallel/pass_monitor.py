@@ -50,16 +50,16 @@ class PassMonitor:
         self.inside = "forward" if gathers else ""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _after_forward(self, end: Callable[[], None] | None, module: nn.Module, inputs: Any, made: Any) -> None:
+    def _after_forward(self, end: Callable[[], None] | None, module: nn.Module, inputs: Any, output: Any) -> None:
         if self.inside == "forward":
             self.inside = ""
-        call_before_backward(made, partial(self.begin_backward, end))
+        call_before_backward(output, partial(self.begin_backward, end))
 
 
-def call_before_backward(made: Any, function: Callable[[Tensor], None]) -> None:
+def call_before_backward(output: Any, function: Callable[[Tensor], None]) -> None:
     """Has autograd call `function` when a backward reaches the tensors that a forward has `made`."""
     if torch.is_grad_enabled():
-        for tensor in tensors_in(made):
+        for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(function)
 

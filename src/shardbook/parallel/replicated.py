@@ -117,7 +117,7 @@ class ReplicatedParameters:
         self._unsent: list[GradientBucket] = []  # those of `parts` that are not sent in this backward
         compute = layout.dtype("params")
         COPIED.add(model)
-        model.register_forward_hook(lambda module, inputs, made: cast_floats(made, output))
+        model.register_forward_hook(lambda module, inputs, result: cast_floats(result, output))
         for module in {module: None for unit in layout.units for module in unit.modules} if layout.casts else ():
             module.register_forward_pre_hook(partial(cast_inputs, compute), with_kwargs=True)
         if layout.casts or replicas is not None:
@@ -145,8 +145,8 @@ class ReplicatedParameters:
             self._gather()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _after_forward(self, module: nn.Module, inputs: Any, made: Any) -> None:
-        call_before_backward(made, partial(self._before_backward, self._versions))
+    def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        call_before_backward(output, partial(self._before_backward, self._versions))
 
     def _before_backward(self, versions: list[int], gradient: Tensor) -> None:
         """Makes the copies in the dtype of compute again where they were freed since a forward with these `versions`:
@@ -184,15 +184,17 @@ class ReplicatedParameters:
                 for name, parameter in module.named_parameters(recurse=False):
                     if parameter.dtype != compute:  # else it is frozen, and at rest in it: it needs no copy
                         places.setdefault(parameter, []).append((module, name))
-            for parameter, found in places.items():
+            for parameter, owners in places.items():
                 copy = nn.Parameter(torch.empty_like(parameter, dtype=compute), requires_grad=parameter.requires_grad)
                 leaves[parameter] = copy
-                self.copies.append((parameter, copy, found))
+                self.copies.append((parameter, copy, owners))
             stepped = register_optimizer_step_post_hook(partial(_note_step, ref(self), {*places}))
             finalize(self, stepped.remove)
-        own = parameters_of_units(self.layout.units)
+        parameters = parameters_of_units(self.layout.units)
         for bucket in self.layout.buckets:
-            part = GradientBucket([parameter for unit in bucket for parameter in own[unit] if parameter.requires_grad])
+            part = GradientBucket(
+                [parameter for unit in bucket for parameter in parameters[unit] if parameter.requires_grad]
+            )
             self.parts.append(part)
             for number, parameter in enumerate(part.masters):
                 leaf = leaves.get(parameter, parameter)
@@ -262,8 +264,10 @@ def cast_inputs(dtype: torch.dtype, module: nn.Module, inputs: Any, named: dict[
 
 
 def _note_step(replicated: ref[ReplicatedParameters], masters: set[nn.Parameter], optimizer: Any, *given: Any) -> None:
-    if (own := replicated()) and any(each in masters for group in optimizer.param_groups for each in group["params"]):
-        own.steps += 1
+    if (masters_here := replicated()) and any(
+        each in masters for group in optimizer.param_groups for each in group["params"]
+    ):
+        masters_here.steps += 1
 
 
 def _put(parameter: nn.Parameter, places: list[tuple[nn.Module, str]]) -> None:

@@ -151,7 +151,7 @@ def apply_stage(model: nn.Module, layout: Layout, mesh: DeviceMesh, ours: bool =
     links = build_pipeline_links(layout, mesh)
     views: Any = getattr(model, "chunks", None) or [model]
     monitor = PassMonitor()  # one for all chunks: an error in one of them broke the whole model
-    parts = [_apply(view, own, mesh, monitor) for view, own in zip(views, layout.chunks, strict=True)]
+    parts = [_apply(view, chunk, mesh, monitor) for view, chunk in zip(views, layout.chunks, strict=True)]
     for part in parts:
         monitor.follow(part.model, gathers=not part.replicated, end=part.fill_gradients)
     if ours and layout.shards > 1 and mesh.device_type == "cuda":
@@ -171,9 +171,9 @@ def _apply(model: nn.Module, layout: Layout, mesh: DeviceMesh, monitor: PassMoni
                 tensor.data = tensor.data.to(mesh.device_type)
         replicas = mesh.get_group(DP_REPLICATE) if layout.replicas > 1 else None  # ranks with the same parameters
         return ShardedModel(model, layout, ReplicatedParameters(model, layout, replicas, output, monitor))
-    whole = mesh if layout.tp_size > 1 else None
-    if whole:
-        place_on_mesh(model, whole)
+    full_mesh = mesh if layout.tp_size > 1 else None
+    if full_mesh:
+        place_on_mesh(model, full_mesh)
     switches, shards, hops = layout.switches, layout.shards, build_hops(layout, mesh)
     # Not 2-D for one replica: fully_shard would all-reduce along the first axis, in a group of one rank.
     mesh = mesh[DP_REPLICATE, DP_SHARD] if layout.replicas > 1 else mesh[DP_SHARD]
@@ -203,7 +203,7 @@ def _apply(model: nn.Module, layout: Layout, mesh: DeviceMesh, monitor: PassMoni
         if unit.shapes and hops:
             unit.handle.set_custom_reduce_scatter(QuantizedReduceScatter(hops))
     apply_prefetch(layout)
-    return ShardedModel(model, layout, mesh=whole)
+    return ShardedModel(model, layout, mesh=full_mesh)
 
 
 def separate_reductions(roots: list[nn.Module]) -> None:

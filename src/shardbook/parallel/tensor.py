@@ -54,25 +54,25 @@ class TensorAxis:
         """All-gathers the tokens [1, n, hidden] of each rank as [1, size * n, hidden]; backward reduce-scatters."""
         return _AllGather.apply(part, self)
 
-    def reduce_scatter(self, whole: Tensor) -> Tensor:
+    def reduce_scatter(self, full: Tensor) -> Tensor:
         """Reduce-scatters size * n tokens [..., hidden], of which each rank has a partial sum, to [1, n, hidden], this
         rank's part of the sum; backward all-gathers."""
-        return _ReduceScatter.apply(whole, self)
+        return _ReduceScatter.apply(full, self)
 
 
 def all_gather_plain(part: Tensor, axis: TensorAxis) -> Tensor:
     """Gathers [1, n, ...] of each rank as [1, size * n, ...], without autograd. Collective."""
     assert axis.group is not None, "the axis has no mesh yet"
-    whole = part.new_empty(1, axis.size * part.shape[1], *part.shape[2:])
-    all_gather(whole[0], part.contiguous()[0], axis.group)
-    return whole
+    full = part.new_empty(1, axis.size * part.shape[1], *part.shape[2:])
+    all_gather(full[0], part.contiguous()[0], axis.group)
+    return full
 
 
-def reduce_scatter_plain(whole: Tensor, axis: TensorAxis) -> Tensor:
+def reduce_scatter_plain(full: Tensor, axis: TensorAxis) -> Tensor:
     assert axis.group is not None, "the axis has no mesh yet"
-    tokens = whole.shape[:-1].numel()
-    part = whole.new_empty(1, tokens // axis.size, whole.shape[-1])
-    reduce_scatter(part[0], whole.contiguous().view(tokens, -1), axis.group)
+    tokens = full.shape[:-1].numel()
+    part = full.new_empty(1, tokens // axis.size, full.shape[-1])
+    reduce_scatter(part[0], full.contiguous().view(tokens, -1), axis.group)
     return part
 
 
@@ -89,9 +89,9 @@ class _AllGather(torch.autograd.Function):
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, axis: TensorAxis) -> Tensor:
-        ctx.axis, ctx.shape = axis, whole.shape
-        return reduce_scatter_plain(whole, axis)
+    def forward(ctx: Any, full: Tensor, axis: TensorAxis) -> Tensor:
+        ctx.axis, ctx.shape = axis, full.shape
+        return reduce_scatter_plain(full, axis)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
@@ -128,11 +128,11 @@ class ShardedLinear(nn.Linear):
         return F.linear(input, pick(weight, self.rows), None if bias is None else pick(bias, self.rows))
 
 
-def pick(whole: Tensor, rows: tuple[slice, ...]) -> Tensor:
+def pick(full: Tensor, rows: tuple[slice, ...]) -> Tensor:
     """Returns the `rows` of `whole`, one piece after another; without any named, all rows."""
     if len(rows) > 1:
-        return torch.cat([whole[piece] for piece in rows])
-    return whole[rows[0]] if rows else whole
+        return torch.cat([full[piece] for piece in rows])
+    return full[rows[0]] if rows else full
 
 
 class ShardedEmbedding(nn.Embedding):
@@ -144,13 +144,13 @@ class ShardedEmbedding(nn.Embedding):
 
     def forward(self, ids: Tensor) -> Tensor:
         weight = local_part(self.weight)
-        here = ids - self.first
-        outside = (here < 0) | (here >= len(weight))
+        local_ids = ids - self.first
+        outside = (local_ids < 0) | (local_ids >= len(weight))
         padding = self.padding_idx
         if padding is not None:  # the row of padding_idx gets no gradient, on the rank that has it
             padding = padding - self.first if 0 <= padding - self.first < len(weight) else None
-        found = F.embedding(here.masked_fill(outside, 0), weight, padding_idx=padding)
-        return self.axis.reduce_scatter(found.masked_fill(outside[..., None], 0.0))
+        embedded = F.embedding(local_ids.masked_fill(outside, 0), weight, padding_idx=padding)
+        return self.axis.reduce_scatter(embedded.masked_fill(outside[..., None], 0.0))
 
 
 def make_row_parallel(module: nn.Module, axis: TensorAxis, columns: slice | None = None) -> None:
@@ -183,11 +183,11 @@ def _become(module: Any, kind: type[nn.Module], **attributes: Any) -> None:
 
 def shard_parameter(module: nn.Module, name: str, dim: int, axis: TensorAxis) -> None:
     """Replaces a parameter on the meta device by this rank's share of it along `dim`."""
-    whole = getattr(module, name)
-    share = axis.share(whole.shape[dim])
-    local = nn.Parameter(whole.narrow(dim, share.start, share.stop - share.start).contiguous(), whole.requires_grad)
-    setattr(local, TP_SHARDED, (dim, whole.shape))
-    setattr(local, GLOBAL_NUMEL, whole.numel())
+    full = getattr(module, name)
+    share = axis.share(full.shape[dim])
+    local = nn.Parameter(full.narrow(dim, share.start, share.stop - share.start).contiguous(), full.requires_grad)
+    setattr(local, TP_SHARDED, (dim, full.shape))
+    setattr(local, GLOBAL_NUMEL, full.numel())
     setattr(module, name, local)
 
 
@@ -209,8 +209,8 @@ def gather_inputs(attention: nn.Module, mlp: nn.Module, axis: TensorAxis) -> Non
 
     def before_attention(module: nn.Module, inputs: Any, named: dict[str, Any]) -> Any:
         rows, length = named["position_embeddings"][0].shape[:2]
-        whole = axis.all_gather(named["hidden_states"]).view(rows, length, -1)
-        return inputs, named | {"hidden_states": whole}
+        full = axis.all_gather(named["hidden_states"]).view(rows, length, -1)
+        return inputs, named | {"hidden_states": full}
 
     attention.register_forward_pre_hook(before_attention, with_kwargs=True)
     mlp.register_forward_pre_hook(lambda module, inputs: axis.all_gather(inputs[0]))
@@ -220,19 +220,19 @@ def place_on_mesh(model: nn.Module, mesh: DeviceMesh) -> None:
     """Makes DTensors, with their whole shapes, of the parameters of `model` that are sharded along tp, on `mesh`'s axis
     tp. A tied parameter stays one. Sets the group of every TensorAxis."""
     along = mesh[TP]
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if (cut := getattr(parameter, TP_SHARDED, None)) is None:
                 continue
-            if parameter not in made:
+            if parameter not in replaced:
                 dim, shape = cut
                 stride = torch.empty(shape, device="meta").stride()
                 placed = DTensor.from_local(
                     parameter.detach(), along, [Shard(dim)], run_check=False, shape=shape, stride=stride
                 )
-                made[parameter] = nn.Parameter(placed, parameter.requires_grad)
-            setattr(module, name, made[parameter])
+                replaced[parameter] = nn.Parameter(placed, parameter.requires_grad)
+            setattr(module, name, replaced[parameter])
     for module in model.modules():
         if isinstance(axis := getattr(module, "axis", None), TensorAxis):
             axis.group = along.get_group()

@@ -139,10 +139,10 @@ def choose_units(
     outer = [part for part in parts if part[0] not in in_blocks and not hasattr(part[0], FORWARD_ONLY)]
     units, taken = [], set[nn.Parameter]()
     for modules in [*parts[::-1], [model]]:  # inner before outer: an inner unit's parameters are its own
-        own = [p for p in _parameters(modules) if p not in taken]
-        taken |= set(own)
+        parameters = [p for p in _parameters(modules) if p not in taken]
+        taken |= set(parameters)
         fate = getattr(modules[0], FORWARD_ONLY, "")
-        is_freed = frees and sum(p.numel() for p in own) >= parallel.reshard_min_params
+        is_freed = frees and sum(p.numel() for p in parameters) >= parallel.reshard_min_params
         is_lookup = all(isinstance(module, nn.Embedding) for module in modules)
         # embedding and head in one unit, around all blocks; not the only end that a pipeline stage has
         is_around = outer == [modules] and not is_lookup and modules != parts[-1]
@@ -150,12 +150,12 @@ def choose_units(
         units.append(
             Unit(
                 modules=tuple(modules),
-                shapes=tuple(p.shape for p in own),
-                trained=tuple(p.requires_grad for p in own),
-                itemsizes=tuple(p.element_size() for p in own),
-                hidden=tuple(p in hidden for p in own),
-                cut=tuple(hasattr(p, TP_SHARDED) for p in own),
-                parameters=count_parameters(own),
+                shapes=tuple(p.shape for p in parameters),
+                trained=tuple(p.requires_grad for p in parameters),
+                itemsizes=tuple(p.element_size() for p in parameters),
+                hidden=tuple(p in hidden for p in parameters),
+                cut=tuple(hasattr(p, TP_SHARDED) for p in parameters),
+                parameters=count_parameters(parameters),
                 frees=is_freed,
                 reshard_after_forward=is_freed and not spans and not (modules in outer[-1:] and modules == parts[-1]),
                 read_in_backward=not (fate or is_lookup),
@@ -171,28 +171,28 @@ def choose_units(
 def _check_units(units: list[Unit], blocks: Sequence[nn.Module], frees: bool, parallel: Parallel) -> None:
     """Raises RecipeError where a knob would change nothing for these units. With a pipeline only blocks count, which
     are the same on all ranks: else one rank would refuse alone, and the others would wait for it."""
-    whole = parallel.pp_size == 1
-    own = [unit for unit in units if unit.shapes and (whole or unit.modules[0] in blocks)]
-    if max(parallel.forward_prefetch, parallel.backward_prefetch) > 0 and len(own) == 1 and whole:
+    is_alone = parallel.pp_size == 1
+    checked = [unit for unit in units if unit.shapes and (is_alone or unit.modules[0] in blocks)]
+    if max(parallel.forward_prefetch, parallel.backward_prefetch) > 0 and len(checked) == 1 and is_alone:
         raise RecipeError(
-            f"one unit of {own[0].numel:,} parameters has all, so there is no next one to gather ahead; leave "
+            f"one unit of {checked[0].numel:,} parameters has all, so there is no next one to gather ahead; leave "
             "parallel.forward_prefetch and parallel.backward_prefetch out"
         )
-    if frees and not any(unit.frees for unit in own):
-        largest = max(unit.numel for unit in own)
+    if frees and not any(unit.frees for unit in checked):
+        largest = max(unit.numel for unit in checked)
         raise RecipeError(
             f"parallel.reshard_min_params = {parallel.reshard_min_params}: nothing would be freed (the largest of "
-            f"{len(own)} units has {largest:,} parameters); set less, or parallel.stage=zero2"
+            f"{len(checked)} units has {largest:,} parameters); set less, or parallel.stage=zero2"
         )
 
 
 def parameters_of_units(units: Sequence[Unit]) -> dict[Unit, list[nn.Parameter]]:
     """Returns the parameters of each of `units` (outer before inner, the root last) that are in no unit inside it."""
-    found, taken = dict[Unit, list[nn.Parameter]](), set[nn.Parameter]()
+    parameters_of, taken = dict[Unit, list[nn.Parameter]](), set[nn.Parameter]()
     for unit in [*units[-2::-1], units[-1]]:
-        found[unit] = [parameter for parameter in _parameters(unit.modules) if parameter not in taken]
-        taken.update(found[unit])
-    return found
+        parameters_of[unit] = [parameter for parameter in _parameters(unit.modules) if parameter not in taken]
+        taken.update(parameters_of[unit])
+    return parameters_of
 
 
 def _parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:

@@ -77,10 +77,10 @@ def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Acti
     again = {*recipe.activation.recomputed(numbers)}
     kind = "selective" if recipe.activation.kind == "selective" else "full"
     where = layout.precision.params, layout.tp_size, layout.cp_size
-    own = [(kinds[number], number in again) for number in numbers]
+    keys = [(kinds[number], number in again) for number in numbers]
     under = {
         is_again: measure_blocks(config, recipe, kind if is_again else "none", *where)
-        for is_again in {is_again for _, is_again in own}
+        for is_again in {is_again for _, is_again in keys}
     }
     around = next(iter(under.values()))
 
@@ -92,8 +92,8 @@ def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Acti
             kept = max(block.stream.of(*size), budget * kept)
         return BlockBytes(key, int(kept), inside, fullest(block.forward, *size))
 
-    each = {(kind, is_again): under[is_again].blocks[kind] for kind, is_again in set(own)}
-    first, made = each[own[0]], {key: work_of(key, block) for key, block in each.items()}
+    each = {(kind, is_again): under[is_again].blocks[kind] for kind, is_again in set(keys)}
+    first, bytes_of = each[keys[0]], {key: work_of(key, block) for key, block in each.items()}
     runs = [pipeline.own_layers(chunk, config.num_hidden_layers) for chunk in range(pipeline.chunks)]
     stream = int(first.stream.of(*size))
     trains_head = not recipe.lora.r or "lm_head" in recipe.lora.modules_to_save
@@ -106,7 +106,7 @@ def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Acti
     if recipe.recomputes_logits:  # gradients are made in backward
         forward, backward = grad_hidden + chunk * outputs * (FP32 + cast), max(forward, backward)
     return ActivationBytes(
-        blocks=tuple(tuple(made[kinds[number], number in again] for number in run) for run in runs),
+        blocks=tuple(tuple(bytes_of[kinds[number], number in again] for number in run) for run in runs),
         offloaded=stream * (recipe.offload.activations != "none"),
         stream=stream,
         keeps_input=first.keeps_input,

@@ -51,9 +51,9 @@ def advise(planner: Planner, cluster: Cluster) -> Advice:
     if best:  # stages are judged by candidates with the best one's tp, cp and pp sizes
         everything = [found for found in everything if found.layout.shared == best.layout.shared]
     for name in dict.fromkeys(candidate.layout.stage.name for candidate in everything):
-        own = [candidate for candidate in everything if candidate.layout.stage.name == name]
-        if not any(candidate.fits for candidate in own):
-            least = min(own, key=lambda candidate: candidate.peak.total)
+        of_stage = [candidate for candidate in everything if candidate.layout.stage.name == name]
+        if not any(candidate.fits for candidate in of_stage):
+            least = min(of_stage, key=lambda candidate: candidate.peak.total)
             over = ", ".join(f"most {what}; {count:,.1f} GB over" for what, count in least.over_budget_gb.items())
             refused.append((least, over))
     if best is None:
@@ -63,27 +63,27 @@ def advise(planner: Planner, cluster: Cluster) -> Advice:
 
 def fit_adapters(planner: Planner, cluster: Cluster) -> dict[str, Candidate | None]:
     """Returns for each of ADAPTERS that goes with the recipe its fastest candidate that fits, None where none does."""
-    found: dict[str, Candidate | None] = {}
+    adapted: dict[str, Candidate | None] = {}
     for name, settings in ADAPTERS.items():
         recipe = with_settings(planner.recipe, settings)
         if not conflicts(recipe):
-            found[name] = _fastest(list(build_planner(recipe, planner.document_tokens).candidates(cluster)))
-    return found
+            adapted[name] = _fastest(list(build_planner(recipe, planner.document_tokens).candidates(cluster)))
+    return adapted
 
 
 def _sharing(planner: Planner, cluster: Cluster) -> list[Candidate]:
     """Returns candidates with another tp, cp or pp size; where none of them fits, also with two of the three."""
-    found = list[Candidate]()
+    candidates = list[Candidate]()
     for both in (False, True):
         for sizes in planner.parallel_sizes(cluster, both):
-            found += planner.candidates(cluster, sizes=sizes)
-        if _fastest(found):
+            candidates += planner.candidates(cluster, sizes=sizes)
+        if _fastest(candidates):
             break
-    return found
+    return candidates
 
 
-def _fastest(found: list[Candidate]) -> Candidate | None:
-    fitting = (candidate for candidate in found if candidate.fits)
+def _fastest(candidates: list[Candidate]) -> Candidate | None:
+    fitting = (candidate for candidate in candidates if candidate.fits)
     return min(fitting, key=lambda candidate: candidate.time.seconds, default=None)
 
 
@@ -101,7 +101,7 @@ def _reason(best: Candidate, refused: list[tuple[Candidate, str]], cluster: Clus
     left = (cluster.room_bytes - best.peak.total) / 1e9
     because = f"{best.layout.stage.name}: {left:.1f} GB of {cluster.room_bytes / 1e9:.0f} to spare; "
     beside = "".join(f" with {axis} {size}" for axis, size in best.layout.shared.items() if size > 1)
-    others = ", ".join(f"{found.layout.stage.name}{beside} does not fit ({why})" for found, why in refused)
+    others = ", ".join(f"{candidate.layout.stage.name}{beside} does not fit ({why})" for candidate, why in refused)
     waits = f"{best.time.exposed / best.time.seconds:.0%} of the step waits for the network"
     waits += f", {best.time.bubble / best.time.seconds:.0%} for other stages" * (best.layout.pipeline.ranks > 1)
     return because + (f"{others}; " if others else "") + waits
@@ -114,5 +114,7 @@ def _where_it_fits(planner: Planner, cluster: Cluster, everything: list[Candidat
         if any(candidate.fits for candidate in planner.candidates(larger)):
             return f"fits nowhere here; the smallest cluster of these GPUs where it does has {world}"
     larger_gpus = [name for name, gpu in GPUS.items() if gpu.gb > cluster.gpu.gb]
-    said = f"fits on no number of these GPUs ({least.bottleneck} is the largest term): "
-    return said + f"larger GPUs ({', '.join(larger_gpus)}), or " * bool(larger_gpus) + "shorter rows (data.max_length)"
+    reason = f"fits on no number of these GPUs ({least.bottleneck} is the largest term): "
+    return (
+        reason + f"larger GPUs ({', '.join(larger_gpus)}), or " * bool(larger_gpus) + "shorter rows (data.max_length)"
+    )

@@ -25,11 +25,11 @@ def write_advised(report: Report, path: Path) -> None:
     asked, cluster = report.planner.recipe, report.cluster
     recipe = report.advice.best.recipe.model_copy(update={"precision": report.asked})  # with its `auto`
     before, changed = flatten_recipe(asked), settings(report.advice.best)
-    said = [
+    comments = [
         f"{asked.model.path}: the fastest that fits {cluster.gpus} x {report.gpu_name}, as `shardbook plan` has it."
     ]
-    said += [f"{cluster.words()}; {cluster.node_words()}.", f"{report.advice.why}.", *describe_path(report)]
-    lines, section = [f"# {line}" for line in said], ""
+    comments += [f"{cluster.words()}; {cluster.node_words()}.", f"{report.advice.why}.", *describe_path(report)]
+    lines, section = [f"# {line}" for line in comments], ""
     for line in dump_recipe(recipe, with_defaults=False).splitlines():
         section = line.strip("[]") if line.startswith("[") else section
         key = f"{section}.{line.partition(' = ')[0]}"

@@ -166,10 +166,11 @@ class Planner:
         if parallel.pp_size == 1 and parallel.tp_size == self.recipe.parallel.tp_size:
             return self.model
         if key not in self.cut:
-            own = self.recipe.parallel.model_copy(update={"tp_size": parallel.tp_size, **pipeline_settings(parallel)})
-            recipe, inside = self.recipe.model_copy(update={"parallel": own}), own.row_ranks
+            laid = self.recipe.parallel.model_copy(update={"tp_size": parallel.tp_size, **pipeline_settings(parallel)})
+            recipe, inside = self.recipe.model_copy(update={"parallel": laid}), laid.row_ranks
             demands = check_family(self.config).demands
-            place = kernel_on_gpu(recipe.model.attention, demands), self.teacher, stage * inside, own.pp_size * inside
+            kernel = kernel_on_gpu(recipe.model.attention, demands)
+            place = kernel, self.teacher, stage * inside, laid.pp_size * inside
             self.cut[key] = build_adapted(recipe, self.config, *place)
         return self.cut[key]
 
@@ -191,8 +192,8 @@ class Planner:
 
     def stages(self, cluster: Cluster) -> dict[str, Candidate]:
         """Returns a candidate for each possible stage: the recipe's as it is, others as a user would first set them."""
-        own = find_stage(self.recipe.parallel.stage).name
-        asked = {name: self.recipe if name == own else self.under(name, cluster) for name in STAGES}
+        stage_name = find_stage(self.recipe.parallel.stage).name
+        asked = {name: self.recipe if name == stage_name else self.under(name, cluster) for name in STAGES}
         return {name: self.lay_out(recipe, cluster) for name, recipe in asked.items() if recipe}
 
     def under(self, stage: str, cluster: Cluster, shared: Parallel | None = None) -> Recipe | None:
@@ -206,8 +207,8 @@ class Planner:
         fewer = none, {"quantize_weights": 0, "secondary_shard": 0}
         nearer = none, {"params": "none"}, {"params": "none", "optimizer": "none", "path": ""}
         for switches, tiers in product(fewer, nearer):
-            own = {"parallel": parallel.model_copy(update=switches), "offload": offload.model_copy(update=tiers)}
-            if not conflicts(recipe := self.recipe.model_copy(update=own)):
+            sections = {"parallel": parallel.model_copy(update=switches), "offload": offload.model_copy(update=tiers)}
+            if not conflicts(recipe := self.recipe.model_copy(update=sections)):
                 return recipe
         return None
 
@@ -227,17 +228,17 @@ class Planner:
         """Returns the sizes of tp, cp and pp to try beside the recipe's: one of the three differs, tp x cp divides a
         node, and pp the nodes; with `both` tp is a whole node, and cp (across nodes) or pp is above 1."""
         asked = self.recipe.parallel
-        tp, cp, pp = own = asked.tp_size, asked.cp_size, asked.pp_size
+        tp, cp, pp = asked_sizes = asked.tp_size, asked.cp_size, asked.pp_size
         choices = [(size, cp, pp) for size in SIZES] + [(tp, size, pp) for size in SIZES]
         choices += [(tp, cp, size) for size in (1, *PP_SIZES)]
         if both:
             choices = [(cluster.a_node, size, pp) for size in SIZES[1:]]
             choices += [(cluster.a_node, cp, size) for size in PP_SIZES]
-        found = list[ParallelSizes]()
+        tried = list[ParallelSizes]()
         for each in dict.fromkeys(choices):
             parallel = Parallel().model_copy(update=with_sizes(asked, each))
             inside = each[0] if both else each[0] * each[1]
-            if each == own or cluster.a_node % inside or cluster.gpus % prod(each) or cluster.nodes % each[2]:
+            if each == asked_sizes or cluster.a_node % inside or cluster.gpus % prod(each) or cluster.nodes % each[2]:
                 continue
             if conflicts(self.recipe.model_copy(update={"parallel": parallel})):
                 continue
@@ -246,18 +247,18 @@ class Planner:
                 check_heads(self.config, parallel)
             except RecipeError:
                 continue
-            found.append(each)
-        return found
+            tried.append(each)
+        return tried
 
-    def interleaved(self, found: Candidate) -> Candidate | None:
+    def interleaved(self, candidate: Candidate) -> Candidate | None:
         """Returns `found` with two interleaved chunks of layers a rank: half the bubble, and more activations held.
         None where it has no pipeline, or chunks already, or too few blocks or micro-batches."""
         settings = {"parallel.pipeline_schedule": "interleaved", "parallel.pipeline_chunks": 2}
-        recipe = with_settings(found.recipe, settings)
-        if found.recipe.parallel.pipeline_chunks > 1 or conflicts(recipe):
+        recipe = with_settings(candidate.recipe, settings)
+        if candidate.recipe.parallel.pipeline_chunks > 1 or conflicts(recipe):
             return None
         try:
-            return self.lay_out(recipe, found.cluster)
+            return self.lay_out(recipe, candidate.cluster)
         except RecipeError:
             return None
 
@@ -267,14 +268,14 @@ class Planner:
         """Yields each stage, checkpointing and micro-batch whose steps have as many rows as the recipe's, with the
         optimizer at `tier`, and with parameters there too. `sizes`: sizes of tp, cp and pp (None: the recipe's)."""
         train, asked = self.recipe.train, self.recipe.parallel
-        own = asked.model_copy(update=with_sizes(asked, sizes) if sizes else {})
+        parallel = asked.model_copy(update=with_sizes(asked, sizes) if sizes else {})
         rows = train.per_device_train_batch_size * train.gradient_accumulation_steps
-        rows, left_over = divmod(rows * own.micro_batch_ranks, asked.micro_batch_ranks)
+        rows, left_over = divmod(rows * parallel.micro_batch_ranks, asked.micro_batch_ranks)
         # other sizes leave more rows to a rank, and small micro-batches are slow, but many of them fill a pipeline
-        most = max(MICROS, train.gradient_accumulation_steps, FILLED * own.pp_size) if sizes else rows
+        most = max(MICROS, train.gradient_accumulation_steps, FILLED * parallel.pp_size) if sizes else rows
         batch_sizes = [size for size in range(1, rows + 1) if rows % size == 0 and rows // size <= most]
         for name in ("ddp", "zero1", "zero2", "zero3", "hsdp") if not left_over else ():
-            if not (recipe := self.under(name, cluster, own)):
+            if not (recipe := self.under(name, cluster, parallel)):
                 continue
             for kind, batch, offload in product(KINDS, batch_sizes, _tiers(recipe.offload, tier)):
                 how = {"train.per_device_train_batch_size": batch, "train.gradient_accumulation_steps": rows // batch}
@@ -327,7 +328,7 @@ def build_planner(recipe: Recipe, document_tokens: float = DOCUMENT_TOKENS) -> P
     config = shape_config(recipe.model, recipe.data.max_length)
     distill, longest = recipe.distill, recipe.data.max_length
     teacher = shape_config(distill.model, longest, "distill.teacher") if distill.teacher else None
-    whole = with_settings(recipe, {f"parallel.{key}": own for key, own in pipeline_settings(Parallel()).items()})
+    unpiped = with_settings(recipe, {f"parallel.{key}": own for key, own in pipeline_settings(Parallel()).items()})
     attention = kernel_on_gpu(recipe.model.attention, check_family(config).demands)
-    model = build_adapted(whole, config, attention, teacher)
+    model = build_adapted(unpiped, config, attention, teacher)
     return Planner(recipe, config, model, min(document_tokens, longest), teacher)

@@ -71,10 +71,10 @@ def gathering(layout: Layout, unit: Unit, is_forward: bool) -> Collectives:
     shards, switches = layout.shards, layout.switches
     if shards == 1:
         return ()
-    whole, is_secondary = unit.padded_numel(shards), switches.secondary and not is_forward
-    payload = whole * layout.dtype("params").itemsize
+    full, is_secondary = unit.padded_numel(shards), switches.secondary and not is_forward
+    payload = full * layout.dtype("params").itemsize
     if switches.weights_bits and not is_secondary:
-        payload = shards * buffer_bytes(whole // shards, switches.weights_bits)
+        payload = shards * buffer_bytes(full // shards, switches.weights_bits)
     return (("all_gather", INSIDE if is_secondary else DP_SHARD, payload),)
 
 
@@ -105,8 +105,8 @@ def muon_exchanges(layout: Layout) -> Collectives:
     exchanges: Collectives = ()
     shapes = Counter(shape for unit in layout.units for shape in unit.trained_matrices)
     for shape, count in shapes.items() if layout.shards > 1 else ():
-        whole = round_up(shape[0], layout.shards) * prod(shape[1:]) * WIRE_BYTES
-        exchanges += (("all_to_all", DP_SHARD, whole),) * (2 * ceil_div(count, layout.shards))
+        padded = round_up(shape[0], layout.shards) * prod(shape[1:]) * WIRE_BYTES
+        exchanges += (("all_to_all", DP_SHARD, padded),) * (2 * ceil_div(count, layout.shards))
     return exchanges
 
 

@@ -84,8 +84,8 @@ def predict_secondary(layout: Layout) -> int:
     """Returns the bytes of a rank's hpZ shards after a whole forward: each unit's parameters over `secondary` ranks."""
     if not layout.switches.secondary:
         return 0
-    whole = sum(unit.padded_numel(layout.shards) for unit in layout.units if unit.gathers_again)
-    return whole // layout.switches.secondary * layout.dtype("params").itemsize
+    gathered = sum(unit.padded_numel(layout.shards) for unit in layout.units if unit.gathers_again)
+    return gathered // layout.switches.secondary * layout.dtype("params").itemsize
 
 
 def paper_resident(stage: Stage, parameters: int, ranks: int) -> Resident:

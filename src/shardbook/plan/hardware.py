@@ -70,8 +70,8 @@ class Cluster:
 
     def resized(self, gpus: int) -> "Cluster":
         """Returns a cluster of `gpus` such GPUs, in nodes of the same size; a single node may grow to the usual."""
-        whole = self.a_node if self.nodes > 1 else max(self.a_node, self.gpu.a_node)
-        return replace(self, gpus=gpus, a_node=min(whole, gpus))
+        a_full_node = self.a_node if self.nodes > 1 else max(self.a_node, self.gpu.a_node)
+        return replace(self, gpus=gpus, a_node=min(a_full_node, gpus))
 
     def ring_seconds(self, payload_bytes: float, ranks: list[int]) -> float:
         """Returns the seconds of an all-gather or a reduce-scatter, the full tensor `payload_bytes`, in a ring over

@@ -119,8 +119,8 @@ class MemoryTrace(LiveBytes):
 
     def take_gradient(self, owner: int, parameter: Tensor) -> None:
         assert parameter.grad is not None
-        own = self.grads.setdefault(owner, {})
-        own |= {key: size_of(parameter.grad) for key, _ in storages_in(parameter.grad)}
+        sizes = self.grads.setdefault(owner, {})
+        sizes |= {key: size_of(parameter.grad) for key, _ in storages_in(parameter.grad)}
 
     def enter(self, number: int, block: nn.Module, args: Any, named: Any) -> None:
         given = first_tensor([*args, *named.values()])
@@ -136,11 +136,11 @@ class MemoryTrace(LiveBytes):
         given.register_hook(lambda gradient: self.end(number))
 
     def leave(self, number: int, block: nn.Module, args: Any, output: Any) -> None:
-        made = first_tensor(output if isinstance(output, tuple | list) else [output])
-        self.streams[number] = (self.streams[number][0], size_of(made))
+        first = first_tensor(output if isinstance(output, tuple | list) else [output])
+        self.streams[number] = (self.streams[number][0], size_of(first))
         self.around[number] = (self.around[number][0], self.count())
         self.place = ("outside", number + 1)
-        made.register_hook(lambda gradient: self.begin(number))
+        first.register_hook(lambda gradient: self.begin(number))
 
     def reach(self, head: nn.Module, args: Any) -> None:
         """Notes, when forward is over, what is still there."""
@@ -172,14 +172,14 @@ class MemoryTrace(LiveBytes):
 
     def kept(self, number: int) -> int:
         """Returns the bytes that a block keeps for its backward."""
-        given, made = self.streams[number]
-        return self.around[number][1] - made - given * (not self.kept_inputs[number]) - self.floor(number)
+        given, output = self.streams[number]
+        return self.around[number][1] - output - given * (not self.kept_inputs[number]) - self.floor(number)
 
     def inside(self, phase: str, number: int, with_grads: bool) -> list[int]:
         """Returns the bytes after each operation of a block's forward or backward, above what was there before it."""
-        own = [moment for moment in self.moments if moment.place == (phase, number)]
+        moments = [moment for moment in self.moments if moment.place == (phase, number)]
         floor = self.floor(number) - self.gone * (phase == "backward")
-        return [moment.bytes - floor + with_grads * moment.grads.get(number, 0) for moment in own]
+        return [moment.bytes - floor + with_grads * moment.grads.get(number, 0) for moment in moments]
 
 
 def size_of(tensor: Tensor) -> int:

@@ -137,10 +137,10 @@ def _is_count(given: Any) -> bool:
 def call_model(model: nn.Module, batch: Any) -> Tensor:
     """Returns the `loss` of what `model` returns for `batch`, or the sum of all float tensors in it."""
     given = batch if isinstance(batch, tuple) else () if isinstance(batch, Mapping) else (batch,)
-    made = model(*given, **(batch if isinstance(batch, Mapping) else {}))
-    if isinstance(found := getattr(made, "loss", None), Tensor):
-        return found
-    return torch.stack([each.sum() for each in tensors_in(made) if each.is_floating_point()]).sum()
+    output = model(*given, **(batch if isinstance(batch, Mapping) else {}))
+    if isinstance(loss := getattr(output, "loss", None), Tensor):
+        return loss
+    return torch.stack([each.sum() for each in tensors_in(output) if each.is_floating_point()]).sum()
 
 
 class Categories(PeakTracker):

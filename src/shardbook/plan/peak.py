@@ -151,8 +151,8 @@ def predict_generation(layout: Layout, config: PreTrainedConfig, recipe: Recipe)
     rows = ceil_div(asked.count, layout.data_rank(0)[1])
     tokens, layers = rows * length, config.num_hidden_layers
     units = [unit for unit in layout.units if layout.is_replicated or not unit.forward_only]
-    whole = [unit.cast_numel(itemsize) if layout.is_replicated else unit.padded_numel(layout.shards) for unit in units]
-    gathered = predict_gathered_peak(layout) if layout.switches.secondary else sum(whole) * itemsize
+    numels = [unit.cast_numel(itemsize) if layout.is_replicated else unit.padded_numel(layout.shards) for unit in units]
+    gathered = predict_gathered_peak(layout) if layout.switches.secondary else sum(numels) * itemsize
     size = tokens, rows * length**2
     block = forward_bytes(config, recipe, layout.precision.params, size) + rows * length**2
     keys = heads_of(config)[1] * head_size(config)
@@ -162,7 +162,7 @@ def predict_generation(layout: Layout, config: PreTrainedConfig, recipe: Recipe)
         grads=0,
         optimizer=int(state.optimizer_bytes),
         gathered=gathered + predict_secondary(layout),
-        buffers=max(whole) * itemsize * (layout.shards > 1) + fetched_bytes(layout),
+        buffers=max(numels) * itemsize * (layout.shards > 1) + fetched_bytes(layout),
         activations=tokens * (2 * layers * keys + 2 * head_size(config)) * itemsize,
         working=max(block, drawn),
     )

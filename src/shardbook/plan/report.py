@@ -57,17 +57,17 @@ def make_report(
     stages = planner.stages(cluster)
     min_gpus = {stage: planner.min_gpus(stage, cluster) for stage in stages}
     more = {stage: planner.min_gpus(stage, cluster, "full") for stage, count in min_gpus.items() if not count}
-    found = None
+    simulated = None
     if terms:
         from shardbook.plan.simulate import simulate_step  # makes a process group, and loads torch's fake tensors
 
         world = World(cluster.gpus, cluster.a_node)
-        found = simulate_step(lay_out(planner.recipe, world, planner.config, planner.teacher), terms)
+        simulated = simulate_step(lay_out(planner.recipe, world, planner.config, planner.teacher), terms)
     advice = advise(planner, cluster)
     is_whole = recipe.lora.r == 0 and recipe.offload.optimizer == "none"
     needs_tier = advice.best is None or advice.best.recipe.offload.optimizer != "none"
     adapted = fit_adapters(planner, cluster) if is_whole and needs_tier else {}
-    return Report(planner, recipe.precision, cluster, gpu_name, stages, min_gpus, more, advice, adapted, found)
+    return Report(planner, recipe.precision, cluster, gpu_name, stages, min_gpus, more, advice, adapted, simulated)
 
 
 def show_report(report: Report, is_json: bool) -> None:
@@ -178,9 +178,9 @@ def _resident(resident: Resident) -> dict[str, float]:
 def settings(candidate: Candidate) -> dict[str, Any]:
     """Returns the keys that the advice would change, as overrides."""
     recipe, train = candidate.recipe, candidate.recipe.train
-    own, asked = recipe.parallel, candidate.planner.recipe.parallel
-    shared = {key: getattr(own, key) for key in SIZE_KEYS if max(getattr(own, key), getattr(asked, key)) > 1}
-    others = own.model_dump(exclude_defaults=True, exclude={"stage"})
+    parallel, asked = recipe.parallel, candidate.planner.recipe.parallel
+    shared = {key: getattr(parallel, key) for key in SIZE_KEYS if max(getattr(parallel, key), getattr(asked, key)) > 1}
+    others = parallel.model_dump(exclude_defaults=True, exclude={"stage"})
     return {
         "parallel.stage": candidate.layout.stage.name,
         **{f"parallel.{key}": value for key, value in others.items()},
@@ -233,27 +233,30 @@ def describe_calibrated(report: Report) -> list[str]:
 
 def describe_simulated(report: Report) -> list[str]:
     """Returns a line with the peak of the simulated step beside the formula's; none where nothing was simulated."""
-    if (found := report.simulated) is None:
+    if (simulated := report.simulated) is None:
         return []
     name = find_stage(report.planner.recipe.parallel.stage).name
     formula = report.stages[name].peak.total
-    said = f"{name}: {found.peak_bytes / GB:.1f} GB at its fullest, in {found.moment}"
-    return [f"simulated {said}; by formula {formula / GB:.1f} ({formula / found.peak_bytes - 1:+.0%})"]
+    line = f"{name}: {simulated.peak_bytes / GB:.1f} GB at its fullest, in {simulated.moment}"
+    return [f"simulated {line}; by formula {formula / GB:.1f} ({formula / simulated.peak_bytes - 1:+.0%})"]
 
 
 def describe_shared(report: Report) -> list[str]:
     """Returns lines on tp, cp and pp under the recipe's own stage, and under the advice where its sizes differ."""
-    own = report.stages[find_stage(report.planner.recipe.parallel.stage).name]
+    of_recipe = report.stages[find_stage(report.planner.recipe.parallel.stage).name]
     best = report.advice.best
-    if best and best.layout.shared != own.layout.shared:
-        return [*_sharing_lines(own), *(f"{line} (advised)" for line in _sharing_lines(best))]
-    return _sharing_lines(own)
+    if best and best.layout.shared != of_recipe.layout.shared:
+        return [*_sharing_lines(of_recipe), *(f"{line} (advised)" for line in _sharing_lines(best))]
+    return _sharing_lines(of_recipe)
 
 
-def _sharing_lines(own: Candidate) -> list[str]:
-    lines = {"tensor": describe_sharing(own.layout), "context": describe_splitting(own.layout, own.planner.config)}
-    lines["pipeline"] = describe_pipeline(own.layout, own.recipe.train.gradient_accumulation_steps)
-    return [f"{what:<9}{said}" for what, said in lines.items() if said]
+def _sharing_lines(candidate: Candidate) -> list[str]:
+    lines = {
+        "tensor": describe_sharing(candidate.layout),
+        "context": describe_splitting(candidate.layout, candidate.planner.config),
+    }
+    lines["pipeline"] = describe_pipeline(candidate.layout, candidate.recipe.train.gradient_accumulation_steps)
+    return [f"{what:<9}{text}" for what, text in lines.items() if text]
 
 
 def describe_offload(candidate: Candidate) -> list[str]:
@@ -261,7 +264,7 @@ def describe_offload(candidate: Candidate) -> list[str]:
     if not candidate.offloaded_bytes:
         return []
     moved = step_bytes(candidate.layout, 0, candidate.recipe.train.gradient_accumulation_steps)
-    said = ", ".join(f"{what.replace('_', ' ')} {size / GB:,.1f}" for what, size in moved.items() if size)
+    parts = ", ".join(f"{what.replace('_', ' ')} {size / GB:,.1f}" for what, size in moved.items() if size)
     time, larger = candidate.time, candidate
     while larger.time.offload > 0 and larger.tokens < 1000 * candidate.tokens:  # larger micro-batches hide more
         batch = {"train.per_device_train_batch_size": 2 * larger.recipe.train.per_device_train_batch_size}
@@ -269,7 +272,7 @@ def describe_offload(candidate: Candidate) -> list[str]:
     hidden = f"{time.offload:.1f} s of {time.seconds:.1f} nothing hides"
     if time.offload > 0 and larger.time.offload == 0:
         hidden += f"; from {larger.tokens:,} tokens a step on all of it is hidden"
-    lines = [f"offload  GB of a rank and step: {said}; {hidden}"]
+    lines = [f"offload  GB of a rank and step: {parts}; {hidden}"]
     if written := moved["disk_written"] * candidate.cluster.a_node / 1e12:
         lines.append(f"disk     {written:,.2f} TB written in a node each step, {written:,.1f} PB in 1,000 steps")
     return lines
@@ -285,14 +288,14 @@ def describe_path(report: Report) -> list[str]:
 
 def describe_adapters(report: Report) -> list[str]:
     """Returns a line on LoRA and QLoRA, where all of the model fits only with a tier, or not at all; else nothing."""
-    said = []
+    lines = []
     for name, found in report.adapted.items():
         keys = " ".join(f"{key}={str(value).lower()}" for key, value in ADAPTERS[name].items())
         shown = {key: fact.text for key, fact in facts(found).items()} if found else {}
         takes = f"{shown['peak_bytes']} GB, {shown['step_seconds']} s a step" if found else "does not fit either"
         how = f", {found.layout.stage.name}, checkpointing {found.recipe.activation.checkpointing}" if found else ""
-        said.append(f"{name} ({keys}{how}): {takes}")
-    return [f"adapters {'; '.join(said)}"] if said else []
+        lines.append(f"{name} ({keys}{how}): {takes}")
+    return [f"adapters {'; '.join(lines)}"] if lines else []
 
 
 def describe_advice(report: Report) -> list[str]:
@@ -301,11 +304,11 @@ def describe_advice(report: Report) -> list[str]:
     if best is None:
         return [f"advice   {report.advice.why}", *describe_adapters(report)]
     shown = {key: fact.text for key, fact in facts(best).items()}
-    said = f"{shown['peak_bytes']} GB, {shown['step_seconds']} s a step, MFU {shown['mfu']}"
+    numbers = f"{shown['peak_bytes']} GB, {shown['step_seconds']} s a step, MFU {shown['mfu']}"
     hours = f"{shown['gpu_hours_per_billion_tokens']} GPU-hours for a billion tokens"
     words = " ".join(f"{key}={str(value).replace(' ', '')}" for key, value in settings(best).items())
     return [
-        f"advice   {best.words()}: {said}, {hours}",
+        f"advice   {best.words()}: {numbers}, {hours}",
         f"because  {report.advice.why}",
         *describe_offload(best),
         *describe_adapters(report),

@@ -84,8 +84,8 @@ def predict_step(
     part = len(numbers) / config.num_hidden_layers  # of the model's blocks that are this rank's
     blocks = part * (flops.block * (2 + again + more) + flops.block_trained) / tp_size
     head, outputs = head * pipeline.has_last_pp_stage, outputs * pipeline.has_last_pp_stage
-    own = [unit for unit in layout.units if not unit.forward_only]
-    shapes = (shape for unit in own for shape in compress(unit.shapes, unit.trained))
+    units = [unit for unit in layout.units if not unit.forward_only]
+    shapes = (shape for unit in units for shape in compress(unit.shapes, unit.trained))
     passes_of_head = 2 + recipe.recomputes_logits + more + any(shape[0] == outputs for shape in shapes)
     products = 2 * tokens * (blocks + head * passes_of_head) / (PRODUCTS * peak_flops)
     kinds, plain = kinds_of(config), without_adapters(recipe)
@@ -94,8 +94,8 @@ def predict_step(
     queries = sum(block.attention for block in own_blocks) / layout.cp_size
     attention = 2 * queries * pairs * (3 + again + more) / (ATTENTION * peak_flops)  # of what is not masked
     # norms, sums, rotation, gates; the loss: fp32 logits five times
-    whole = measure_blocks(config, plain, "none", layout.precision.params).blocks
-    wide = MOVED * sum(whole[kinds[number]].kept.token for number in numbers) / tp_size
+    untouched = measure_blocks(config, plain, "none", layout.precision.params).blocks
+    wide = MOVED * sum(untouched[kinds[number]].kept.token for number in numbers) / tp_size
     passes = (PASSES + (1 if kind == "selective" else again) + more) * wide
     # a base in four bits is unpacked for each of its products, by one kernel
     unpacked = part * flops.block * (2 + again + more) * (0.5 + itemsize) * recipe.model.load_in_4bit
@@ -214,8 +214,8 @@ def exposed_seconds(
     """
     note = note or (lambda *_: None)
     groups, parts = layout.groups(0), [unit for unit in layout.units if unit.numel]
-    whole = sum(unit.parameters for unit in parts if unit.read_in_backward)
-    everything = whole + sum(unit.parameters for unit in parts if unit.forward_only)
+    parameters = sum(unit.parameters for unit in parts if unit.read_in_backward)
+    everything = parameters + sum(unit.parameters for unit in parts if unit.forward_only)
     gpu = link = 0.0  # when they are free again
 
     @cache
@@ -230,27 +230,27 @@ def exposed_seconds(
         return link
 
     for number, (action, events) in enumerate(step_passes(layout, micros, 1 + more)):
-        asked, there, reductions = dict[Unit, float](), dict[Unit, float](), list[tuple[float, float, Unit | None]]()
+        asked, arrivals, reductions = dict[Unit, float](), dict[Unit, float](), list[tuple[float, float, Unit | None]]()
         began = gpu
         if not action.is_forward:  # of what spans the pass the head is first, and the lookup at the end takes no time
             heads = [unit for unit in layout.chunks[action.chunk].units if unit.spans and unit.read_in_backward]
-            gpu += backward * sum(unit.parameters for unit in heads) / whole
+            gpu += backward * sum(unit.parameters for unit in heads) / parameters
             note(number, "backward", heads[0] if heads else None, began, gpu)
         for what, unit, sends in events:
             if what == "compute" and unit:
                 while unit in asked:
                     first = next(iter(asked))
-                    there[first] = serve(began, asked.pop(first), first)
+                    arrivals[first] = serve(began, asked.pop(first), first)
                 for each in reductions:
                     serve(*each, "reduce")
-                began = gpu = max(gpu, there.get(unit, 0.0))
+                began = gpu = max(gpu, arrivals.get(unit, 0.0))
                 for other, took in asked.items():
-                    there[other] = serve(began, took, other)
+                    arrivals[other] = serve(began, took, other)
                 asked, reductions = {}, []
                 if action.is_forward:
                     gpu += forward * unit.parameters / everything * (unit.read_in_backward or unit.forward_only)
                 else:
-                    gpu += backward * unit.parameters / whole * (unit.read_in_backward and not unit.spans)
+                    gpu += backward * unit.parameters / parameters * (unit.read_in_backward and not unit.spans)
                 note(number, "forward" if action.is_forward else "backward", unit, began, gpu)
             elif sends and what == "gather" and unit:
                 asked[unit] = seconds(sends)

@@ -85,16 +85,16 @@ def lay_in_time(candidate: Candidate) -> tuple[list[Span], float]:
             spans += join((each for each in found if each.number == number), layout, shift)
     is_away = layout.offload.optimizer != "none"
     if took := time.offload if is_away else time.optimizer:
-        lane, said = WORDS["update" if is_away else "step"]
-        spans.append(Span(lane, said, "all parameters", end - cut, end - cut + took, took))
+        lane, words = WORDS["update" if is_away else "step"]
+        spans.append(Span(lane, words, "all parameters", end - cut, end - cut + took, took))
     lanes = [lane for lane, _ in WORDS.values()]
     return sorted(spans, key=lambda span: (lanes.index(span.lane), span.begins)), cut
 
 
-def moves_of(layout: Layout, found: list[Noted], rate: float, count: int) -> list[Noted]:
+def moves_of(layout: Layout, noted: list[Noted], rate: float, count: int) -> list[Noted]:
     """Returns the transfers of an offloaded step at `rate` bytes a second, one after the other, none before its unit's
     computing begins that asks for it."""
-    began = {(each.number, each.unit): each.begins for each in found if each.what in ("forward", "backward")}
+    began = {(each.number, each.unit): each.begins for each in noted if each.what in ("forward", "backward")}
     moves, free = list[Noted](), 0.0
     for number, (_, events) in enumerate(step_passes(layout, count)):
         for what, unit, _ in events:

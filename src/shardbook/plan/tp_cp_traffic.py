@@ -79,9 +79,10 @@ def _exchanges(layout: Layout, config: PreTrainedConfig, rank: int, token_bytes:
         return [()] * 4
     heads, key_heads = own_heads(config, layout.tp_size, rank % layout.tp_size)
     shares = partition_heads(heads, key_heads, layout.cp_size)
-    own, keys = shares[rank // layout.tp_size % layout.cp_size]
+    heads_here, keys = shares[rank // layout.tp_size % layout.cp_size]
     given = heads + 2 * sum(len(each) for _, each in shares)
-    inside = layout.cp_size * own, layout.cp_size * (own + 2 * len(keys))  # heads' tokens of the whole row
+    # heads' tokens of the whole row
+    inside = layout.cp_size * heads_here, layout.cp_size * (heads_here + 2 * len(keys))
     return [
         ("all_to_all", layout.context_axis, count * token_bytes * head_size(config))
         for count in (given, *inside, heads)
@@ -93,12 +94,12 @@ def describe_sharing(layout: Layout) -> str:
     ranks are more than a node has; empty without tp."""
     if layout.tp_size == 1:
         return ""
-    said = f"{layout.tp_size} ranks share matrices, and tokens between them"
+    sentence = f"{layout.tp_size} ranks share matrices, and tokens between them"
     if any(hidden and not cut for unit in layout.units for hidden, cut in zip(unit.hidden, unit.cut, strict=True)):
-        said += "; heads do not divide, so attention has matrices that stay whole on each"
+        sentence += "; heads do not divide, so attention has matrices that stay whole on each"
     if layout.tp_size > (node := layout.ranks_per_node):
-        said += f"; slow: a node has {node} ranks, and what they send in every block goes between nodes"
-    return said
+        sentence += f"; slow: a node has {node} ranks, and what they send in every block goes between nodes"
+    return sentence
 
 
 def describe_pipeline(layout: Layout, micros: int) -> str:
@@ -109,15 +110,15 @@ def describe_pipeline(layout: Layout, micros: int) -> str:
         return ""
     most, least = max(pipeline.layers), min(pipeline.layers)
     blocks = f"{most} blocks" if most == least else f"{least} to {most} blocks"
-    said = f"{len(pipeline.layers)} stages of {blocks} on {pipeline.ranks} ranks, {pipeline.schedule}: "
+    sentence = f"{len(pipeline.layers)} stages of {blocks} on {pipeline.ranks} ranks, {pipeline.schedule}: "
     held = in_flight(pipeline.schedule, 0, pipeline.ranks, micros, pipeline.chunks)
-    said += f"the first holds activations of {held} passes; "
-    said += f"bubble {bubble(pipeline.ranks, micros, pipeline.chunks):.0%} of computing"
+    sentence += f"the first holds activations of {held} passes; "
+    sentence += f"bubble {bubble(pipeline.ranks, micros, pipeline.chunks):.0%} of computing"
     if micros < pipeline.ranks:
-        said += f"; slow: {micros} micro-batches for {pipeline.ranks} ranks (train.gradient_accumulation_steps)"
+        sentence += f"; slow: {micros} micro-batches for {pipeline.ranks} ranks (train.gradient_accumulation_steps)"
     if stage.reshard_after_forward and layout.shards > 1:
-        said += f"; {stage.name} gathers each block {2 * micros} times a step, zero1 and zero2 once"
-    return said
+        sentence += f"; {stage.name} gathers each block {2 * micros} times a step, zero1 and zero2 once"
+    return sentence
 
 
 def describe_splitting(layout: Layout, config: PreTrainedConfig) -> str:
@@ -125,11 +126,11 @@ def describe_splitting(layout: Layout, config: PreTrainedConfig) -> str:
     more than a node has; empty without cp."""
     if layout.cp_size == 1:
         return ""
-    said = f"{layout.cp_size} ranks split each row, and inside attention its heads"
+    sentence = f"{layout.cp_size} ranks split each row, and inside attention its heads"
     shares = partition_heads(*own_heads(config, layout.tp_size, 0), layout.cp_size)
-    most, least = max(own for own, _ in shares), min(own for own, _ in shares)
+    most, least = max(heads for heads, _ in shares), min(heads for heads, _ in shares)
     if most > least:
-        said += f"; they do not go round: a rank has {most} of them or {least}"
+        sentence += f"; they do not go round: a rank has {most} of them or {least}"
     if layout.cp_size * layout.tp_size > (node := layout.ranks_per_node):
-        said += f"; a node has {node} ranks, and what they exchange in every block goes between nodes"
-    return said
+        sentence += f"; a node has {node} ranks, and what they exchange in every block goes between nodes"
+    return sentence

@@ -70,17 +70,17 @@ class Data(Section):
     @model_validator(mode="after")
     def validate_keys(self) -> "Data":
         if self.eval and self.eval_size:
-            said = f"eval = {self.eval!r} and eval_size = {self.eval_size}"
-            raise ValueError(f"{said}: set one of the two, the other to data.eval_size=0 or data.eval=''")
+            both = f"eval = {self.eval!r} and eval_size = {self.eval_size}"
+            raise ValueError(f"{both}: set one of the two, the other to data.eval_size=0 or data.eval=''")
         if self.eval_size != int(self.eval_size) and self.eval_size > 1:
             raise ValueError(f"eval_size = {self.eval_size}: a count of rows is a whole number, a share is below 1")
         sources = self.train if isinstance(self.train, list) else [self.train]
         if self.weights and (len(self.weights) != len(sources) or len(sources) == 1):
-            said = f"{len(sources)} source{'s' * (len(sources) != 1)}"
-            raise ValueError(f"weights = {self.weights}: needs one for each source of a list in train; it has {said}")
+            count = f"{len(sources)} source{'s' * (len(sources) != 1)}"
+            raise ValueError(f"weights = {self.weights}: needs one for each source of a list in train; it has {count}")
         if unknown := [field for field in self.columns if field not in FIELDS]:
-            said = f"{unknown[0]} is not a field of a row (the name on the left); {', '.join(FIELDS)} are"
-            raise ValueError(f"columns = {self.columns}: {said}{nearest(unknown[0], FIELDS)}")
+            reason = f"{unknown[0]} is not a field of a row (the name on the left); {', '.join(FIELDS)} are"
+            raise ValueError(f"columns = {self.columns}: {reason}{nearest(unknown[0], FIELDS)}")
         if len(set(self.columns.values())) < len(self.columns):
             raise ValueError(f"columns = {self.columns}: each column can be one field only")
         if any(weight <= 0 for weight in self.weights):

@@ -57,11 +57,11 @@ def parse_recipe(text: str, source: str, overrides: list[str] | None = None, is_
     try:
         return Recipe.model_validate(given)
     except ValidationError as error:
-        said: dict[str, list[str]] = {}  # pydantic's errors for each member of a union are joined to one
+        errors: dict[str, list[str]] = {}  # pydantic's errors for each member of a union are joined to one
         for one in error.errors():
             what, should, rule = _explain(one).partition(": input should be ")
-            said.setdefault(what + should, []).append(rule)
-        raise RecipeError(f"{source}: " + "; ".join(what + " or ".join(said[what]) for what in said)) from None
+            errors.setdefault(what + should, []).append(rule)
+        raise RecipeError(f"{source}: " + "; ".join(what + " or ".join(errors[what]) for what in errors)) from None
 
 
 def note_gone(resolved: Path) -> None:
@@ -78,9 +78,9 @@ def dump_recipe(recipe: Recipe, with_defaults: bool = True) -> str:
 
 def flatten_recipe(recipe: Recipe) -> dict[str, Any]:
     """Returns every value of the recipe by its section.key."""
-    whole = recipe.model_dump(mode="json")
-    method = {"method": whole.pop("method")}  # the one key in no section
-    return method | {f"{section}.{key}": value for section, inside in whole.items() for key, value in inside.items()}
+    values = recipe.model_dump(mode="json")
+    method = {"method": values.pop("method")}  # the one key in no section
+    return method | {f"{section}.{key}": value for section, inside in values.items() for key, value in inside.items()}
 
 
 def resolve_precision(recipe: Recipe, device_type: str) -> Recipe:
@@ -96,14 +96,14 @@ def find_recipe(name: str) -> Path:
     if name in known:
         return known[name]
     close = difflib.get_close_matches(Path(name).stem, known, n=3, cutoff=0.4)
-    there = f"close to it: {', '.join(close)}" if close else f"there are: {', '.join(known)}"
-    raise RecipeError(f"recipe {name!r}: no such file or name; {there}")
+    choices = f"close to it: {', '.join(close)}" if close else f"there are: {', '.join(known)}"
+    raise RecipeError(f"recipe {name!r}: no such file or name; {choices}")
 
 
 def list_recipes() -> dict[str, Path]:
     """Returns the shipped recipes by name: from ./recipes, else from the source tree or the installed package."""
-    here = Path(__file__).parents[1]
-    for folder in (Path("recipes"), here.parents[1] / "recipes", here / "recipes"):
+    package = Path(__file__).parents[1]
+    for folder in (Path("recipes"), package.parents[1] / "recipes", package / "recipes"):
         if files := sorted(folder.glob("*.toml"), key=lambda file: file.stem):
             return {file.stem: file for file in files}
     return {}

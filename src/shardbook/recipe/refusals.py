@@ -61,8 +61,8 @@ class Rule:
         shown = [f"{key} = {_show(attrgetter(key)(recipe))}" for key in named]
         shown = list(filter(None, (", ".join(shown[:-1]), shown[-1])))
         why, way_out = self.why.format(**words), self.way_out.format(**words)
-        said = f"{' and '.join(shown)}: {'; '.join(filter(None, (why, way_out)))}"
-        return Conflict(self, tuple(named), said, why, way_out)
+        line = f"{' and '.join(shown)}: {'; '.join(filter(None, (why, way_out)))}"
+        return Conflict(self, tuple(named), line, why, way_out)
 
 
 Pattern = tuple[str, Callable[[str], bool]]  # a key, and a test of its value's text
@@ -83,13 +83,13 @@ def conflicts(recipe: Any, rules: Sequence[Rule] = ()) -> list[Conflict]:
     """Returns a conflict for each rule that `recipe` breaks, in order. Raises RecipeError for an unknown stage."""
     find_stage(recipe.parallel.stage)
     read = cache(lambda key: str(attrgetter(key)(recipe)))  # each key once: a plan checks thousands of recipes
-    return [found for rule in rules or RULES if (found := rule.find(recipe, read))]
+    return [conflict for rule in rules or RULES if (conflict := rule.find(recipe, read))]
 
 
-def refuse(found: Iterable[Conflict]) -> None:
+def refuse(conflicts: Iterable[Conflict]) -> None:
     """Raises one RecipeError that states all conflicts in `found`; none where it is empty."""
-    if said := "; ".join(conflict.said for conflict in found):
-        raise RecipeError(said)
+    if line := "; ".join(conflict.said for conflict in conflicts):
+        raise RecipeError(line)
 
 
 def check_parallel(parallel: Parallel) -> None:
