@@ -43,9 +43,8 @@ def measure(stage: str, parallel: dict) -> dict[str, int]:
     result["all_reduce"] = measured.get(("all_reduce", "dp_replicate"), 0)
     wanted = {op: predicted[key].payload_bytes if key in predicted else 0 for op, key in named.items()}
     # the watched part of a step has no token counts in it; the formula has, and here on this axis
-    wanted["all_reduce"] = (
-        predicted["all_reduce", "dp_replicate"].payload_bytes - events.COUNTS_BYTES if stage == "ddp" else 0
-    )
+    sums = events.COUNTS_BYTES + events.FLAGS_BYTES
+    wanted["all_reduce"] = predicted["all_reduce", "dp_replicate"].payload_bytes - sums if stage == "ddp" else 0
     assert result == wanted, (result, wanted)
     result["gathered_peak"] = gathered.most_bytes
     assert result["gathered_peak"] == formulas.predict_gathered_peak(layout)

@@ -89,7 +89,7 @@ def train_all(ranks: int, folder: Path):
 
     from shardbook.axes import WORLD
     from shardbook.comm.ledger import Ledger, Volume
-    from shardbook.plan.events import COUNTS_BYTES, NORM_BYTES
+    from shardbook.plan.events import COUNTS_BYTES, FLAGS_BYTES, NORM_BYTES
     from shardbook.plan.formulas import predict_resident, predict_traffic
     from shardbook.run.log.memory import memory_metrics
 
@@ -121,9 +121,10 @@ def train_all(ranks: int, folder: Path):
         result.weights = {name: whole(p) for name, p in model.named_parameters()}
         torch.save(result, folder / f"{name}.{rank}")
         said, layout = predict_traffic(sharded.layout, MICROS), sharded.layout
-        # a recipe's loop sums counts and the norm too, which is no part of what is watched here
+        # a recipe's loop sums counts, flags and the norm too, which is no part of what is watched here
         everyone = next((axis for axis, size in layout.sizes.items() if size == ranks), WORLD)
-        for axis, more in ((everyone, COUNTS_BYTES), ("dp_shard", NORM_BYTES * (layout.shards > 1))):
+        loops = (everyone, COUNTS_BYTES), (everyone, FLAGS_BYTES), ("dp_shard", NORM_BYTES * (layout.shards > 1))
+        for axis, more in loops:
             left = said.pop(("all_reduce", axis), Volume()) + Volume(-bool(more), -more)
             said |= {("all_reduce", axis): left} if left.calls > 0 else {}
         kept = predict_resident(layout, rank)

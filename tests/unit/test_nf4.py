@@ -175,7 +175,7 @@ def test_all_rows_in_one_pass_have_the_bits_of_parts(dtype, nested, monkeypatch)
 @pytest.mark.slow
 def test_compiled_as_on_cuda_it_is_one_kernel_with_the_same_bits(monkeypatch):
     """One graph for each width, whatever the rows."""
-    monkeypatch.setattr("shardbook.comm.fused.has_triton", lambda: True)
+    monkeypatch.setattr("shardbook.comm.compile_on_cuda.has_triton", lambda: True)
     torch._dynamo.reset()
     counters["stats"].clear()
     metrics.reset()

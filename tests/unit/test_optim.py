@@ -136,7 +136,7 @@ def test_a_step_is_one_call_for_each_parameter(monkeypatch):
 @pytest.mark.slow
 def test_compiled_as_on_cuda_a_step_is_one_kernel_and_no_step_is_compiled_anew(monkeypatch):
     want = stepped()
-    monkeypatch.setattr("shardbook.comm.fused.has_triton", lambda: True)
+    monkeypatch.setattr("shardbook.comm.compile_on_cuda.has_triton", lambda: True)
     monkeypatch.setattr(elementwise, "fused", lambda function, device_type, **how: fused(function, "cuda", **how))
     monkeypatch.setattr(elementwise, "place_numbers", lambda numbers, device: torch.tensor(numbers))
     torch._dynamo.reset()

@@ -5,7 +5,7 @@ from importlib import import_module
 import pytest
 from planted import replace
 
-PLACES = [import_module(f"shardbook.{name}") for name in ("parallel.sharding", "plan.simulate", "train")]
+PLACES = [import_module(f"shardbook.{name}") for name in ("parallel.sharding", "plan.simulate", "run.build")]
 
 
 def test_a_plant_is_met_wherever_it_was_imported_and_taken_back():

@@ -116,14 +116,14 @@ def test_rows_may_be_views_with_gaps():
 def test_compiled_as_on_cuda_it_is_the_same_to_the_bit(bits, monkeypatch):
     """Each graph whole; for lengths that fill their blocks or do not, and of a single block. With two widths of their
     own at most, the others share graphs in which a width is a symbol."""
-    monkeypatch.setattr("shardbook.comm.fused.WIDTHS", 2)
+    monkeypatch.setattr("shardbook.comm.compile_on_cuda.WIDTHS", 2)
     wanted = {}
     for numel in (1000, 1024, 100, 128):
         rows = torch.randn(2, 3, numel, generator=torch.Generator().manual_seed(5))
         buffer, out = quantize(rows, bits), torch.empty(3, numel, dtype=torch.bfloat16)
         dequantize(buffer, out, bits)
         wanted[rows] = buffer, out
-    monkeypatch.setattr("shardbook.comm.fused.has_triton", lambda: True)
+    monkeypatch.setattr("shardbook.comm.compile_on_cuda.has_triton", lambda: True)
     fused = quantization.fused
     monkeypatch.setattr(
         quantization, "fused", lambda function, device_type, *more, **how: fused(function, "cuda", *more, **how)

@@ -257,7 +257,7 @@ def build_micro_batch(
 
 
 def slice_rows(micro: MicroBatch, batching: Batching) -> MicroBatch:
-    """Returns a context-parallel rank's slice of the micro-batch `whole`. Positions and targets must exist before: the
+    """Returns a context-parallel rank's slice of the micro-batch `micro`. Positions and targets must exist before: the
     last token of a slice predicts the first of the next."""
     length = micro.input_ids.shape[1]
     each = length // batching.cp_size

@@ -65,7 +65,7 @@ class ContextAxis:
 
 
 def pick_heads(full: Tensor, heads: list[int]) -> Tensor:
-    """Returns `heads` of `whole` [B, heads, ...], by slices: an index would be copied to the device."""
+    """Returns `heads` of `full` [B, heads, ...], by slices: an index would be copied to the device."""
     if heads == list(range(full.shape[1])):
         return full
     return torch.cat([full[:, head : head + 1] for head in heads], 1)

@@ -181,7 +181,7 @@ class Layout:
         return [replace(self, units=tuple(islice(left, count)), chunk_units=()) for count in self.chunk_units]
 
     def blocks(self, total: int) -> list[int]:
-        """Returns the numbers of the blocks that this rank has, of a model of `whole` blocks."""
+        """Returns the numbers of the blocks that this rank has, of a model of `total` blocks."""
         return [number for chunk in range(self.pipeline.chunks) for number in self.pipeline.own_layers(chunk, total)]
 
     def data_rank(self, rank: int) -> DataRank:

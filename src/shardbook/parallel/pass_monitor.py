@@ -57,7 +57,7 @@ class PassMonitor:
 
 
 def call_before_backward(output: Any, function: Callable[[Tensor], None]) -> None:
-    """Has autograd call `function` when a backward reaches the tensors that a forward has `made`."""
+    """Has autograd call `function` when a backward reaches the tensors that a forward has `output`."""
     if torch.is_grad_enabled():
         for tensor in tensors_in(output):
             if tensor.requires_grad:

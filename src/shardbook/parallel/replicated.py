@@ -264,10 +264,10 @@ def cast_inputs(dtype: torch.dtype, module: nn.Module, inputs: Any, named: dict[
 
 
 def _note_step(replicated: ref[ReplicatedParameters], masters: set[nn.Parameter], optimizer: Any, *given: Any) -> None:
-    if (masters_here := replicated()) and any(
+    if (copies_here := replicated()) and any(
         each in masters for group in optimizer.param_groups for each in group["params"]
     ):
-        masters_here.steps += 1
+        copies_here.steps += 1
 
 
 def _put(parameter: nn.Parameter, places: list[tuple[nn.Module, str]]) -> None:

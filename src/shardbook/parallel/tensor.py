@@ -129,7 +129,7 @@ class ShardedLinear(nn.Linear):
 
 
 def pick(full: Tensor, rows: tuple[slice, ...]) -> Tensor:
-    """Returns the `rows` of `whole`, one piece after another; without any named, all rows."""
+    """Returns the `rows` of `full`, one piece after another; without any named, all rows."""
     if len(rows) > 1:
         return torch.cat([full[piece] for piece in rows])
     return full[rows[0]] if rows else full

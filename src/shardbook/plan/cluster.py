@@ -251,7 +251,7 @@ class Planner:
         return tried
 
     def interleaved(self, candidate: Candidate) -> Candidate | None:
-        """Returns `found` with two interleaved chunks of layers a rank: half the bubble, and more activations held.
+        """Returns `candidate` with two interleaved chunks of layers a rank: half the bubble, and more activations held.
         None where it has no pipeline, or chunks already, or too few blocks or micro-batches."""
         settings = {"parallel.pipeline_schedule": "interleaved", "parallel.pipeline_chunks": 2}
         recipe = with_settings(candidate.recipe, settings)

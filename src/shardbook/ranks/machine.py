@@ -43,6 +43,8 @@ def gpu_bytes() -> list[int]:
 def check_state(memory_gb: float, name: str, nodes: int) -> None:
     """Raises RecipeError where `nodes` machines like this one have less memory than `memory_gb`, which the state of the
     recipe `name` needs: before ranks are started, of which its mesh may want hundreds."""
+    if not memory_gb:  # else CUDA would begin here, before ranks are started
+        return
     gpus = gpu_bytes()
     memory = sum(gpus) or memory_bytes()
     if memory * nodes < memory_gb * 1e9:

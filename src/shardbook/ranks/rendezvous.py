@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from datetime import timedelta
+from itertools import takewhile
 from typing import Any
 
 import torch.distributed as dist
@@ -29,7 +30,8 @@ JOIN_SECONDS = 300  # for ranks that do not join
 TELL_SECONDS, TELL_AGAIN_SECONDS = 10, 30
 LOOK_SECONDS = 0.1  # between two looks at who has come
 STORE_TIMEOUT = timedelta(seconds=60)  # of one call; a call is made only once its answer is there
-CLOSED = "closed"  # the key that a rank sets that has waited for JOIN_SECONDS
+VERDICT = "verdict"  # the key that the first rank sets that has met all, or has waited for JOIN_SECONDS
+ALL_CAME, CLOSED = b"all came", b"closed"
 INTERFACE = (
     "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, on each machine, to its interface (as in `ip addr`) to the others"
 )
@@ -49,7 +51,8 @@ def join_ranks(place: Rendezvous) -> Store:
     member = _describe(place)
     try:
         number = store.add("joined", 1)
-        store.set(f"joined/{number}", json.dumps(member))
+        # without its cores, which only its node asks for: every rank reads this of every other
+        store.set(f"joined/{number}", json.dumps({name: member[name] for name in member if name != "cores"}))
         # beyond the run's size it is no member of the run, but finds out why
         _await_members(store, place, [member] if number > place.world_size else [], is_host)
         store.set(f"beat/{place.rank}", "0")
@@ -130,19 +133,23 @@ def _await_members(store: Store, place: Rendezvous, beyond: list[Member], is_hos
     members, began, tell_at = list[Member](), time.monotonic(), TELL_SECONDS
     pause = LOOK_SECONDS * max(1, place.world_size // 512)  # one store answers all ranks
     while True:
-        is_closed, came = store.check([CLOSED]), min(store.add("joined", 0), place.world_size)
+        is_decided, came = store.check([VERDICT]), min(store.add("joined", 0), place.world_size)
         newer = [f"joined/{number}" for number in range(len(members) + 1, came + 1)]
-        members += map(json.loads, store.multi_get(newer))
+        if newer and not store.check(newer):  # one is about to be written, or its rank has ended
+            newer = list(takewhile(lambda key: store.check([key]), newer))
+        members += map(json.loads, store.multi_get(newer) if newer else ())
         refusal, waited = find_refusal([*members, *beyond], place.world_size), time.monotonic() - began
         absent = sorted({*range(place.world_size)} - {member["rank"] for member in members})
-        if not (refusal or absent):
-            return
         missing = f"{name_ranks(absent)} of {place.world_size}"
-        if not refusal and (is_closed or waited > JOIN_SECONDS):
-            # a rank that came later would wait for longer, and lose the store of rank 0 meanwhile
-            store.set(CLOSED, "")
-            refusal = f"{missing} did not come to {place.address} in {waited:.0f} s"
-            refusal += "; start the run on every node, with this address"
+        if not refusal and (not absent or is_decided or waited > JOIN_SECONDS):
+            # one decides for all: else a rank that comes last would go on while the others give up
+            verdict = store.compare_set(VERDICT, "", (CLOSED if absent else ALL_CAME).decode())
+            if verdict == ALL_CAME and not absent:
+                return
+            if verdict == CLOSED:
+                late = f"rank {place.rank} came to {place.address} when the others had given up"
+                refusal = f"{missing} did not come to {place.address} in {waited:.0f} s" if absent else late
+                refusal += "; start the run on every node, with this address"
         if refusal:
             time.sleep(10 * pause * is_host)  # until the others have looked: the store ends with this process
             raise RecipeError(refusal)

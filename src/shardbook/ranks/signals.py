@@ -26,8 +26,8 @@ EARLY: list["StopFlag"] = []  # the flag that listens until the run has its own
 @dataclass
 class StopFlag:
     """The request to stop: SIGTERM, SIGUSR1 or a first Ctrl-C sets it on a rank; a second Ctrl-C, or a later SIGTERM,
-    ends that at once. Summed over ranks with each step's tokens, and after an evaluation, samples or a save: all stop
-    after the same step."""
+    ends that at once. Summed over ranks beside each step (run/step_flags.py), and after an evaluation, samples or a
+    save: all stop after the same step."""
 
     asked: bool = False
     check_before_next_step: bool = False  # since an evaluation, samples or a save went by; the same on every rank

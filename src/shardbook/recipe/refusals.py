@@ -87,7 +87,7 @@ def conflicts(recipe: Any, rules: Sequence[Rule] = ()) -> list[Conflict]:
 
 
 def refuse(conflicts: Iterable[Conflict]) -> None:
-    """Raises one RecipeError that states all conflicts in `found`; none where it is empty."""
+    """Raises one RecipeError that states all conflicts in `conflicts`; none where it is empty."""
     if line := "; ".join(conflict.said for conflict in conflicts):
         raise RecipeError(line)
 

@@ -210,7 +210,7 @@ def read_stored(path: Path) -> StoredCheckpoint:
         if name.endswith(".items"):
             rows = [Item(*row) for row in json.loads(_read_whole(path, name, listed))]
             data, ends = name.removesuffix(".items") + ".bin", [0, *(row.begin + row.length for row in rows)]
-            if ends != [*(row.begin for row in rows), *listed[data]]:
+            if ends != [*(row.begin for row in rows), *listed.get(data, [])]:
                 raise damaged(path, name, f"its items are not all of {data}")
             items[data] = rows
     return StoredCheckpoint(state, items)

@@ -132,9 +132,12 @@ OFFLINE: dict[str, tuple[str, Callable[[], bool]]] = {
 
 def _start(tracker: str, folder: Path, name: str, run: Run, config: dict[str, Any]) -> Any:
     """Returns accelerate's own object of a `tracker`, started."""
+    import torch
     from accelerate import PartialState
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
+    # else PartialState would set another number of threads on a CPU than this rank's share of cores (distributed.py)
+    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
     PartialState()  # else the loggers of trackers that run on every process, trackio's and swanlab's, raise
     if tracker in OFFLINE:
         variable, has_key = OFFLINE[tracker]
