@@ -60,7 +60,9 @@ def contents(run):
 def wake_up(recipe, tmp_path, name, rank, place, mode, bug=None, keep=2):
     """The run's files before and after the rank woke up, its exit code, and what it said."""
     run = recipe.parent / name
+    # gloo does not tell each operation that its peer has gone: the heartbeat ends those that it leaves waiting
     words = [*WORDS, f"train.async_save={mode}", f"run.name={name}", f"train.save_total_limit={keep}"]
+    words.append("run.lost_seconds=20")
     first = launch(recipe, words, tmp_path / "first", functools.partial(asleep, rank, place, 3, bug))
     wait_stopped(first[rank])
     first[1 - rank].kill()
