@@ -219,8 +219,8 @@ def read_template(file: str) -> str:
 def taken_columns(
     columns: dict[str, str], columns_of_file: list[str], names: list[str], what: str, name: str
 ) -> dict[str, str]:
-    """Returns the field that each column of the source `name` is read as, where data.columns says so. Raises RecipeError
-    for a column that is not among `columns_of_file`, unless another of several sources may have it."""
+    """Returns the field that each column of the source `name` is read as, where data.columns says so. Raises
+    RecipeError for a column that is not among `columns_of_file`, unless another of several sources may have it."""
     taken = {}
     for field, column in columns.items():
         if column in columns_of_file:
