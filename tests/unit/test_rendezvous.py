@@ -1,7 +1,13 @@
 """What a launcher's variables mean, and what is wrong with them."""
 
-import pytest
+import json
+import threading
+from datetime import timedelta
 
+import pytest
+from torch.distributed import HashStore
+
+from shardbook.ranks import rendezvous
 from shardbook.ranks.launch import launch_ranks
 from shardbook.ranks.launchers import Rendezvous, check_alone, read_rendezvous
 from shardbook.recipe import RecipeError
@@ -79,3 +85,33 @@ def test_a_command_that_a_cluster_starts_several_times_trains_not_alone(variable
 )
 def test_a_command_that_is_started_once_is_alone(variables):
     check_alone(variables, "shardbook.train")
+
+
+def member(rank):
+    return json.dumps({"rank": rank, "world_size": 2, "host": "a", "pid": rank, "address": "127.0.0.1"})
+
+
+@pytest.fixture
+def store():
+    """Of two ranks that have a number: the second one has written of itself, the first one not yet."""
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=5))
+    store.add("joined", 2)
+    store.set("joined/2", member(1))
+    return store
+
+
+def test_a_rank_that_has_a_number_and_has_not_written_is_waited_for(store):
+    threading.Timer(0.3, lambda: store.set("joined/1", member(0))).start()
+    rendezvous._await_members(store, Rendezvous(1, 2, 1, 2), [], False)
+
+
+def test_one_that_comes_when_the_others_gave_up_gives_up_too(store, monkeypatch):
+    monkeypatch.setattr(rendezvous, "JOIN_SECONDS", 0.2)
+    with pytest.raises(RecipeError, match="ranks 0, 1 of 2 did not come to"):
+        rendezvous._await_members(store, Rendezvous(1, 2, 1, 2), [], False)
+    store.set("joined/1", member(0))
+    with pytest.raises(
+        RecipeError, match="rank 0 came to .* when the others had given up; start the run on every node"
+    ):
+        rendezvous._await_members(store, Rendezvous(0, 2, 0, 2), [], False)

@@ -103,8 +103,9 @@ def name_ranks(ranks: list[int]) -> str:
 def find_refusal(members: list[Member], world_size: int) -> str:
     """Returns why `members`, in the order in which they came, make no run; empty where nothing is wrong so far. Every
     rank that has read the same beginning of them says the same."""
-    first, claims = members[0], dict[int, Member]()
+    claims = dict[int, Member]()
     for member in members:
+        first = members[0]
         if member["world_size"] != first["world_size"]:
             sizes = (f"{each['world_size']} on rank {each['rank']} ({each['host']})" for each in (first, member))
             return f"WORLD_SIZE is {' and '.join(sizes)}; start every node alike"
