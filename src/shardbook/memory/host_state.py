@@ -74,8 +74,8 @@ def plan_unit(layout: Layout, unit: Unit, rank: int) -> UnitPlan:
     trained = sum(round_up(prod(part), ALIGN) for part, trains in zip(shapes, unit.trained, strict=True) if trains)
     free = {True: 0, False: trained}  # where the next trained, and the next frozen parameter begins
     slots, gathered, reduced = [], 0, 0
-    for whole, part, trains in zip(unit.shapes, shapes, unit.trained, strict=True):
-        padded = ceil_div(whole[0], layout.shards) * prod(whole[1:])
+    for full, part, trains in zip(unit.shapes, shapes, unit.trained, strict=True):
+        padded = ceil_div(full[0], layout.shards) * prod(full[1:])
         slots.append(BufferSlot(free[trains], prod(part), part, gathered, padded, reduced if trains else -1))
         free[trains] += round_up(prod(part), ALIGN)
         gathered += padded

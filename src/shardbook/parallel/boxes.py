@@ -48,7 +48,7 @@ class Placed(Protocol):
 
 
 class Cut(NamedTuple):
-    """What two parts of one tensor share, as an index into each of them."""
+    """An overlap of two boxes of one tensor: slices into each of them, and the elements that it has."""
 
     of_first: tuple[slice, ...]
     of_second: tuple[slice, ...]

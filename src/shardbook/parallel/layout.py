@@ -109,7 +109,7 @@ class Layout:
 
     @cached_property
     def cache(self) -> dict[Any, Any]:
-        """What `cached_per_layout` has computed of it."""
+        """Holds what `cached_per_layout` has computed of this layout, by function and arguments."""
         return {}
 
     @cached_property

@@ -328,7 +328,7 @@ def build_planner(recipe: Recipe, document_tokens: float = DOCUMENT_TOKENS) -> P
     config = shape_config(recipe.model, recipe.data.max_length)
     distill, longest = recipe.distill, recipe.data.max_length
     teacher = shape_config(distill.model, longest, "distill.teacher") if distill.teacher else None
-    unpiped = with_settings(recipe, {f"parallel.{key}": own for key, own in pipeline_settings(Parallel()).items()})
+    unpiped = with_settings(recipe, {f"parallel.{key}": value for key, value in pipeline_settings(Parallel()).items()})
     attention = kernel_on_gpu(recipe.model.attention, check_family(config).demands)
     model = build_adapted(unpiped, config, attention, teacher)
     return Planner(recipe, config, model, min(document_tokens, longest), teacher)

@@ -1,1 +1,1 @@
-"""What a model is worth between steps and after a run: held-out loss, samples, and DPO's reference. Trains nothing."""
+"""Evaluation computes the held-out loss, samples and DPO's reference while a run trains and after it. Nothing is trained."""
