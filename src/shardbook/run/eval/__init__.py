@@ -1,1 +1,1 @@
-"""Evaluation computes the held-out loss, samples and DPO's reference while a run trains and after it. Nothing is trained."""
+"""Evaluation computes the held-out loss, samples and DPO's reference, while a run trains and after it."""
