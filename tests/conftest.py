@@ -42,7 +42,9 @@ pytest.register_assert_rewrite("cases")  # before a test imports it
 
 
 def pytest_addoption(parser):
-    parser.addoption("--streams", action="store_true", help="ranks have a CUDA that remembers: tests/streams.py")
+    parser.addoption(
+        "--streams", action="store_true", help="ranks have a CUDA that remembers: tests/support/streams.py"
+    )
     parser.addoption("--everything", action="store_true", help="the whole parity matrix, not a covering part of it")
 
 

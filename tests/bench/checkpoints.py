@@ -1,6 +1,6 @@
 """Saving and loading a checkpoint beside a plain write and read of as many bytes, and beside DCP's own files, in turn.
 
-    PYTHONPATH=src:tests .venv/bin/python tests/bench/checkpoints.py
+    PYTHONPATH=src:tests/support .venv/bin/python tests/bench/checkpoints.py
 
 One process: SmolLM2's tensors, with two moments and a step count each, at a width that fits a small machine. Each round
 does all in turn on the same disk, each write just after as many pages were freed; of each the best round counts, and

@@ -74,7 +74,7 @@ COLUMNS = {  # of the table: key, unit
 
 def prepare(folder: Path, cases: list[Case]) -> None:
     """Tokenizer, rows and an empty recipe in `folder`; on a CPU the tiny shape too."""
-    sys.path.append(str(ROOT / "tests"))
+    sys.path.append(str(ROOT / "tests" / "support"))
     import tiny
 
     tiny.tokenizer().save_pretrained(folder / "tokenizer")

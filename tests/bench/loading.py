@@ -3,7 +3,7 @@
 No 70B is made: weights files are sparse, ranks are torch's fake process group, tensors lie on the meta device. What is
 counted is exact; CPU seconds are this machine's. Prints the table of docs/benchmarks/loading.md.
 
-    PYTHONPATH=src:tests python tests/bench/loading.py        # some minutes, 4 GB of memory
+    PYTHONPATH=src:tests/support python tests/bench/loading.py        # some minutes, 4 GB of memory
 """
 
 import argparse

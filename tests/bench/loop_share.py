@@ -40,7 +40,7 @@ def marked(name, work):
 
 def rank(words: list[str]) -> int:
     """One rank of a run, with the marks."""
-    sys.path.append(str(ROOT / "tests"))
+    sys.path.append(str(ROOT / "tests" / "support"))
     from planted import replace
 
     from shardbook.optim import clip_gradients

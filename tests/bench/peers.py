@@ -253,7 +253,7 @@ def model_of(folder: Path, tiny: bool) -> Path:
 
     if not tiny:
         return smollm2_folder()
-    sys.path.append(str(ROOT / "tests"))
+    sys.path.append(str(ROOT / "tests" / "support"))
     import tiny as small
 
     return small.write_model(folder / "model", max_position_embeddings=512)

@@ -95,7 +95,7 @@ def asks_before():
 
 def connects_late():
     """And no message passes a link before a step. Alone that hangs in no schedule, since a rank that asks for nothing
-    before its own work is launched comes to each first message by itself (tests/unit/test_schedule.py)."""
+    before its own work is launched comes to each first message by itself (test_schedule.py)."""
     asks_before()
     import streams
 

@@ -1,4 +1,4 @@
-"""ZeRO++ against the same collectives written out in one process (tests/quantized.py): four ranks as two nodes of two,
+"""ZeRO++ against the same collectives written out in one process (quantized.py): four ranks as two nodes of two,
 bit for bit; exact bytes; and every switch through the whole of `train()`."""
 
 import pytest

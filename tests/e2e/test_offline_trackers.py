@@ -95,8 +95,8 @@ def test_logs_arrive_offline_under_the_run_s_name(tracker, tmp_path):
     added = packages(tracker)
     if not added and tracker not in ("wandb", "tensorboard"):
         pytest.skip(f"{tracker} is not installed: pip install --target {TRACKERS / tracker} {tracker}")
-    tests = Path(__file__).parents[1]
-    sources = [Path(shardbook.__file__).parents[1], tests, *added]
+    support = Path(__file__).parents[1] / "support"
+    sources = [Path(shardbook.__file__).parents[1], support, *added]
     own = {name: str(tmp_path / name.lower()) for name in ("HOME", "HF_HOME", "XDG_CACHE_HOME")}
     environment = os.environ | own | {"PYTHONPATH": os.pathsep.join(map(str, sources)), "HF_HUB_OFFLINE": "1"}
 

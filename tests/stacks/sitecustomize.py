@@ -1,5 +1,5 @@
-"""Each Python process that a test starts, directly or not, is counted (tests/budget.py), and tells its stacks when it
-is asked to (tests/watcher.py)."""
+"""Each Python process that a test starts, directly or not, is counted (budget.py), and tells its stacks when it
+is asked to (watcher.py)."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ if tally and not any("multiprocessing." in word for word in sys.orig_argv):
     with open(tally, "a") as file:  # noqa: PTH123
         file.write("c")
 if warm := os.environ.get("SHARDBOOK_TEST_WARM"):
-    sys.executable = warm  # what this process starts ranks with (tests/zygote.py)
+    sys.executable = warm  # what this process starts ranks with (tests/support/zygote.py)
 if folder := os.environ.get("SHARDBOOK_TEST_STACKS"):
     import faulthandler
     import signal

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_model import FAMILIES, rows
 from tiny import config
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,6 +18,7 @@ from shardbook.objectives import build_objective
 from shardbook.optim import build_optimizer
 from shardbook.recipe import Distill, Optim, Preference
 from shardbook.run.eval.generate import pick
+from unit.model.test_causal_lm import FAMILIES, rows
 
 DEVICE = torch.device("meta")  # has no numbers: what reads one raises
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parents[2] / "src" / "shardbook"
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "shardbook"
 # A room imports only what stands below it; inside a room files may import each other, but not in a circle.
 FLOORS = [
     {"cli", "evaluate"},
@@ -108,6 +109,30 @@ def test_no_file_imports_itself_in_a_circle():
 
 
 TESTS = Path(__file__).parents[1]
+OTHERS = {
+    "bench": "tests/bench",
+    "support": "tests/support",
+    "docs": "docs",
+    "launch": "launch",
+}  # no rooms of the package
+
+
+def module_of(test: Path) -> Path:
+    """The file that tests/unit/<room>/test_<module>.py tests: of <room>/test_<room>.py the room's __init__.py."""
+    room, name = test.parent.relative_to(TESTS / "unit"), test.stem.removeprefix("test_")
+    if str(room) in OTHERS:
+        return ROOT / OTHERS[str(room)] / f"{name}.py"
+    return SOURCE / room / ("__init__.py" if name == room.name else f"{name}.py")
+
+
+def test_a_unit_test_is_named_after_the_module_that_it_tests():
+    tests = [path for path in (TESTS / "unit").rglob("test_*.py") if path.parent != TESTS / "unit"]
+    assert [str(path.relative_to(TESTS)) for path in tests if not module_of(path).is_file()] == []
+    assert module_of(TESTS / "unit/optim/test_optim.py") == SOURCE / "optim/__init__.py"
+
+
+def test_what_tests_share_lies_in_support():
+    assert [path.name for path in TESTS.glob("*.py")] == ["conftest.py"]
 
 
 def nodes_of(scope: ast.AST, whole: bool = False) -> Iterator[ast.AST]:
@@ -319,7 +344,6 @@ def test_torchs_distributed_checkpoint_is_not_used():
     assert [name for name, path in modules().items() if "torch.distributed.checkpoint" in path.read_text()] == []
 
 
-ROOT = Path(__file__).parents[2]
 PAGES = [
     "README.md",
     "AGENTS.md",

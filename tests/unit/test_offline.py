@@ -49,7 +49,7 @@ def test_make_names_a_folder_without_an_interpreter(tmp_path):
 @pytest.mark.slow
 def test_training_and_the_gpu_tests_import_without_what_they_do_not_need():
     blocked = f"import sys; sys.modules.update(dict.fromkeys({NOT_NEEDED!r}))"
-    paths = f"sys.path[:0] = ['{ROOT}/tests', '{ROOT}/tests/gpu', '{ROOT}/tests/bench']"
+    paths = f"sys.path[:0] = {[str(ROOT / 'tests' / folder) for folder in ('', 'support', 'gpu', 'bench')]}"
     benches = "gpu, one_run, bare_loop, first_touch, gpu_facts, gpu_kernels, gpu_loops"
     code = f"{blocked}; {paths}; import shardbook.train, shardbook.cli, conftest, test_cuda, {benches}"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

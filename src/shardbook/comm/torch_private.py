@@ -1,7 +1,8 @@
 """Every private name of torch that Shardbook uses: its purpose, and why no public name serves.
 
 Invariant: no other file uses one (tests/unit/test_house.py). What can be imported is imported here, at once, so that a
-torch that lacks it is refused in one line before work begins. tests/unit/test_torch.py tests their behaviour.
+torch that lacks it is refused in one line before work begins. Their behaviour is tested by
+tests/unit/comm/test_torch_private.py.
 """
 
 import contextlib

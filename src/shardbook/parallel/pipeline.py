@@ -4,7 +4,7 @@ A step runs the table of schedule.py (gpipe, 1f1b, interleaved) action by action
 ZeRO stage gathers and reduces as without a pipeline, since each backward is told what it reduces and frees; with one
 pipeline stage the table is the plain loop. Invariant: ranks along pp see the same rows; only the last stage computes a
 loss, the others return zero. Activations and gradients pass each link in groups of their own: in one group, whose
-messages pass in order, they can wait for each other for ever (tests/unit/test_schedule.py). A rank posts a receive only
+messages pass in order, they can wait for each other for ever (test_schedule.py). A rank posts a receive only
 when all work before it is launched: over NCCL a receive holds the device until its message comes, and work that is
 launched later may wait for the device (a kernel that is loaded, memory that is given back), so the message may be
 waiting for that very work.

@@ -1,0 +1,160 @@
+"""Transformers' own base model runs the blocks; what is ours around each of them is called once, in order."""
+
+import contextlib
+import itertools
+
+import pytest
+import torch
+from tiny import config, write_model
+
+from shardbook.model import attention, blocks
+from shardbook.model.attention import KERNELS
+from shardbook.model.causal_lm import build_model
+from shardbook.model.masks import attention_mask, number_documents, rule_on_positions
+from shardbook.model.parts import at, put
+from shardbook.model.pipeline import _view, keep_blocks, split_stages
+from shardbook.recipe import Parallel
+from unit.model.test_causal_lm import assert_close, gradients, load, micro
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"), num_hidden_layers=5)
+
+
+def test_each_block_runs_once_in_order_inside_what_is_around_it(folder):
+    model, seen = load(folder), []
+    inside = [block.register_forward_pre_hook(lambda *_: seen.append("block")) for block in model.blocks]
+
+    @contextlib.contextmanager
+    def around(number, hidden):
+        seen.append((number, tuple(hidden.shape)))
+        yield
+        seen.append("done")
+
+    model.around_block = around
+    batch = micro(True)
+    gradients(model, batch)
+    shape = (*batch.input_ids.shape, 32)
+    assert seen == [word for number in range(len(inside)) for word in ((number, shape), "block", "done")]
+
+
+def halves(folder):
+    """Loss and gradients of two chunks of layers on one rank, as an interleaved pipeline has them on several."""
+    whole, batch = load(folder), micro(True)
+    first, second = _view(whole), _view(whole)
+    keep_blocks(first, range(2), True, False)
+    keep_blocks(second, range(2, 5), False, True)
+    hidden = first(batch)
+    sent = hidden.detach().requires_grad_()
+    loss = second(batch, summed=True, hidden=sent)
+    loss.backward()
+    hidden.backward(sent.grad)
+    return loss, {name: p.grad for name, p in whole.named_parameters()}
+
+
+def test_two_chunks_have_the_bits_of_the_whole(tmp_path):
+    """granite scales its embeddings: what stands for them in the second chunk must not count."""
+    for family in ("llama", "granite"):
+        write_model(tmp_path / family, family, tied=False, num_hidden_layers=5)
+        wanted, found = gradients(load(tmp_path / family), micro(True)), halves(tmp_path / family)
+        assert torch.equal(found[0], wanted[0])
+        assert all(torch.equal(found[1][name], gradient) for name, gradient in wanted[1].items())
+
+
+def test_a_chunk_that_takes_what_the_forward_has_is_seen(tmp_path, monkeypatch):
+    """Planted: the first block of a stage gets the base model's scaled input, not what was received."""
+    write_model(tmp_path, "granite", tied=False, num_hidden_layers=5)
+    wanted = gradients(load(tmp_path), micro(True))
+    monkeypatch.setattr(
+        blocks.Blocks,
+        "__getitem__",
+        lambda own, index: [blocks.BlockCall(n, block, own.facts[n], False) for n, block in enumerate(own.all)][index],
+    )
+    with pytest.raises(AssertionError):
+        assert_close(halves(tmp_path), wanted)
+
+
+def test_a_block_that_is_not_here_keeps_what_a_forward_may_ask_of_it():
+    model = build_model(config("qwen3", num_hidden_layers=4), "fp32")
+    split_stages(model, Parallel(pp_size=2), 1, 2)
+    steps = list(at(model.base, model.names.blocks))
+    assert [block is None for block in model.all_blocks] == [True, True, False, False]
+    assert steps[0].training is True and steps[3].self_attn is model.blocks[1].self_attn
+    with pytest.raises(AttributeError, match="a block of another rank has no 'self_attn'"):
+        _ = steps[0].self_attn
+    with pytest.raises(AttributeError):  # not silently on what stands for it
+        steps[3].forward = None
+
+
+def test_a_part_is_found_and_replaced_by_its_dotted_name():
+    model = build_model(config(), "fp32")
+    assert at(model.base, "layers").all[1] is model.blocks[1] and model.embedding is model.model.embed_tokens
+    put(model.model, "norm", None)
+    assert model.norm is None
+
+
+WINDOW = 3
+
+
+def window(row, head, query, key):
+    return (key <= query) & (key > query - WINDOW)
+
+
+def chunk(row, head, query, key):
+    return (key <= query) & (key // WINDOW == query // WINDOW)
+
+
+@pytest.mark.parametrize("rule", [window, chunk])
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_familys_rule_is_asked_of_places_in_documents(rule, packed):
+    batch = micro(packed)
+    shape, facts = batch.input_ids.shape, (batch.cu_seqlens, batch.input_ids.shape, packed, torch.float32)
+    found = attention_mask("sdpa", *facts, batch.max_seqlen, rule, WINDOW)
+    wanted = torch.zeros(shape[0], 1, shape[1], shape[1], dtype=torch.bool)
+    ends = [*batch.cu_seqlens.tolist(), shape.numel()]
+    for start, end in itertools.pairwise(ends):
+        row, first = divmod(start, shape[1])
+        for query in range(end - start):
+            for key in range(query + 1):
+                wanted[row, 0, first + query, first + key] = bool(rule(row, 0, query, key))
+    assert torch.equal(found, wanted)
+    added = attention_mask("eager", *facts, batch.max_seqlen, rule, WINDOW)
+    assert torch.equal(added == 0, wanted) and added.dtype == torch.float32
+    # planted: places in rows, not in documents
+    numbers = number_documents(batch.cu_seqlens, shape)
+    alone = torch.tensor([row * shape[1] for row in range(shape[0] + 1)], dtype=torch.int32)
+    of_rows = rule_on_positions(rule, alone, number_documents(alone, shape))
+    assert torch.equal((of_rows & (numbers[:, :, None] == numbers[:, None, :]))[:, None], wanted) is (rule is window)
+
+
+def test_a_window_that_hides_nothing_is_no_window():
+    batch = micro(False)
+    facts = batch.cu_seqlens, batch.input_ids.shape, False, torch.float32, batch.max_seqlen
+    assert attention_mask("sdpa", *facts, window, batch.max_seqlen) is None
+    assert attention_mask("sdpa", *facts, window, 2) is not None
+    assert attention_mask("sdpa", *facts, may_skip=False) is not None
+
+
+def test_attention_that_is_told_more_is_the_familys_own(monkeypatch):
+    """Sinks, which sdpa would drop: the family's eager attention takes them, with a mask to be added."""
+    seen = {}
+
+    class Own(torch.nn.Module):
+        pass
+
+    def eager_attention_forward(module, query, key, value, mask, **named):
+        seen.update(named, mask=mask)
+        return query.transpose(1, 2), None
+
+    monkeypatch.setitem(globals(), "eager_attention_forward", eager_attention_forward)
+    query = torch.randn(1, 2, 5, 4)
+    attend = attention.Attend(None, False)
+    mask = torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()
+    told = {"scaling": 1.0, "sliding_window": 3, "dropout": 0.0}
+    attend(Own(), query, query, query, mask, **told, s_aux=None)
+    assert not seen
+    for given in (mask, None):
+        attend(Own(), query, query, query, given, **told, s_aux=torch.zeros(2))
+        assert seen["s_aux"].shape == (2,) and torch.equal(seen["mask"] == 0, mask)
+    assert KERNELS["sdpa"].make is None
