@@ -3,10 +3,12 @@
 import json
 
 import pytest
+from data_rows import text_rows
 from tiny import config, said_by, tokenizer
 
 from shardbook.data.tokenized import build_documents
-from shardbook.recipe import Recipe
+from shardbook.recipe import Recipe, RecipeError
+from shardbook.recipe.load import parse_recipe
 from shardbook.run.prompts import build_prompts
 
 TURNS = [
@@ -67,3 +69,15 @@ def test_prompts_of_rows(tmp_path):
 def test_rows_of_text_have_none(tmp_path):
     refusal = said_by(prompts_of, tmp_path, 64, [{"text": "a quick brown fox"}])
     assert refusal == "generate.samples = 4: rows of text have no prompt; set generate.prompts"
+
+
+def test_rows_of_text_have_no_prompt_to_continue(tmp_path):
+    source = text_rows(tmp_path / "t.jsonl", ["some text", "more"])
+    words = [f"data.train={source}", "generate.steps=1", "generate.max_new_tokens=4"]
+    recipe = parse_recipe("[train]\nsteps = 1\n", "mine.toml", words)
+    coder = tokenizer()
+    coder.save_pretrained(tmp_path / "coder")
+    documents, _ = build_documents(recipe.data, coder, tmp_path / "coder")
+    said = r"generate.samples = 4: rows of text have no prompt; set generate.prompts"
+    with pytest.raises(RecipeError, match=said):
+        build_prompts(recipe, config(), coder, tmp_path, documents)
