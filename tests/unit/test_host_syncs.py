@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from model_numbers import FAMILIES, rows
 from tiny import config
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,7 +19,6 @@ from shardbook.objectives import build_objective
 from shardbook.optim import build_optimizer
 from shardbook.recipe import Distill, Optim, Preference
 from shardbook.run.eval.generate import pick
-from unit.model.test_causal_lm import FAMILIES, rows
 
 DEVICE = torch.device("meta")  # has no numbers: what reads one raises
 

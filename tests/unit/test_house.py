@@ -109,26 +109,25 @@ def test_no_file_imports_itself_in_a_circle():
 
 
 TESTS = Path(__file__).parents[1]
-OTHERS = {
-    "bench": "tests/bench",
-    "support": "tests/support",
-    "docs": "docs",
-    "launch": "launch",
-}  # no rooms of the package
+OTHERS = {"bench": "tests/bench", "support": "tests/support", "docs": "docs"}  # no rooms of the package
 
 
-def module_of(test: Path) -> Path:
-    """The file that tests/unit/<room>/test_<module>.py tests: of <room>/test_<room>.py the room's __init__.py."""
-    room, name = test.parent.relative_to(TESTS / "unit"), test.stem.removeprefix("test_")
-    if str(room) in OTHERS:
-        return ROOT / OTHERS[str(room)] / f"{name}.py"
-    return SOURCE / room / ("__init__.py" if name == room.name else f"{name}.py")
+def tested_module(test: str) -> Path | None:
+    """The file that <room>/test_<module>.py tests, or test_<module>_<aspect>.py: of test_<room>.py the __init__.py."""
+    room, words = Path(test).parent, Path(test).stem.removeprefix("test_").split("_")
+    home = ROOT / OTHERS[str(room)] if str(room) in OTHERS else SOURCE / room
+    names = ["_".join(words[:count]) for count in range(len(words), 0, -1)]
+    files = [home / ("__init__.py" if name == room.name else f"{name}.py") for name in names]
+    return next(filter(Path.is_file, files), None)
 
 
 def test_a_unit_test_is_named_after_the_module_that_it_tests():
-    tests = [path for path in (TESTS / "unit").rglob("test_*.py") if path.parent != TESTS / "unit"]
-    assert [str(path.relative_to(TESTS)) for path in tests if not module_of(path).is_file()] == []
-    assert module_of(TESTS / "unit/optim/test_optim.py") == SOURCE / "optim/__init__.py"
+    unit = TESTS / "unit"
+    tests = [str(path.relative_to(unit)) for path in unit.rglob("test_*.py") if path.parent != unit]
+    assert len(tests) > 80 and [test for test in tests if tested_module(test) is None] == []
+    assert tested_module("optim/test_optim.py") == SOURCE / "optim/__init__.py"
+    assert tested_module("plan/test_peak_of_pipelines.py") == SOURCE / "plan/peak.py"
+    assert tested_module("plan/test_of_peak.py") is None
 
 
 def test_what_tests_share_lies_in_support():

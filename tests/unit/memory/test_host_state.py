@@ -4,14 +4,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from plans import lay_out, settings
 from world import run_world
 
 from shardbook.memory import host_adamw, host_state
 from shardbook.memory.host_state import ALIGN, STAGINGS, offloaded_bytes, plan_unit, staging_bytes
 from shardbook.plan.peak import predict_moments, predict_peak
-from shardbook.ranks.distributed import share_of_cores
 from shardbook.recipe import Offload, RecipeError
-from unit.plan.test_peak import lay_out, settings
 
 
 def laid_out(world=4, parallel=None, train=None, **tiers):
@@ -105,12 +104,6 @@ def test_a_node_decides_once_and_all_ranks_say_the_same(tmp_path):
 def bare(unit):
     """Without its modules, which another process has no use for."""
     return replace(unit, modules=())
-
-
-def test_cores_that_several_may_use_are_shared():
-    assert share_of_cores([range(8)] * 4, 2) == 2
-    assert share_of_cores([range(4), range(4, 8)], 1) == 4
-    assert share_of_cores([range(2)] * 3, 0) == 1
 
 
 GROUPS = {  # what a group allows, has, and of that is of files not read lately, by its path below /sys/fs/cgroup

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from plans import settings
 from tiny import config
 
 from shardbook.memory import host_state
@@ -23,7 +24,6 @@ from shardbook.model.laid_out import build_adapted
 from shardbook.parallel.layout import build_layout
 from shardbook.ranks.exits import RunFailed
 from shardbook.recipe import Optim, Precision, resolve_precision
-from unit.plan.test_peak import settings
 
 CUDA = torch.device("cuda", 0)
 

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from documents import many_documents
+from model_numbers import FAMILIES, assert_close, gradients, load, micro, rows
 from tiny import config, write_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from varlen import plain_varlen_attn
@@ -19,7 +20,6 @@ from shardbook.model.causal_lm import build_model, materialize
 from shardbook.model.masks import BLOCK
 from shardbook.parallel.batch import Batch
 from shardbook.recipe import RecipeError
-from unit.model.test_causal_lm import FAMILIES, assert_close, gradients, load, micro, rows
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from model_numbers import assert_close, gradients, load, micro
 from tiny import config, write_model
 
 from shardbook.model import attention, blocks
@@ -14,7 +15,6 @@ from shardbook.model.masks import attention_mask, number_documents, rule_on_posi
 from shardbook.model.parts import at, put
 from shardbook.model.pipeline import _view, keep_blocks, split_stages
 from shardbook.recipe import Parallel
-from unit.model.test_causal_lm import assert_close, gradients, load, micro
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import families
 import pytest
 import torch
 import transformers
+from model_numbers import pair
 from tiny import config, said_by
 from transformers import CONFIG_MAPPING
 from transformers import core_model_loading as loading
@@ -21,7 +22,6 @@ from shardbook.model.laid_out import check_recipe
 from shardbook.model.selfcheck import check_family
 from shardbook.model.stored import StoredTensor
 from shardbook.recipe import Recipe
-from unit.model.test_selfcheck import pair
 
 # of which some families do not read what they wrote, and others have another cache
 IS_OLD = release_of(transformers.__version__) < (5, 23)

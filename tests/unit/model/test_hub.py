@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 from huggingface_hub.utils import filter_repo_objects
+from tiny import write_model
 
-from shardbook.model.hub import config_folder, model_folder
+from shardbook.model.hub import config_folder, model_folder, tokenizer_folder
 from shardbook.recipe import Distill, Model, RecipeError, parse_recipe
 from shardbook.run.preflight import check_named
 from shardbook.run.teacher import fill_teacher, load_teacher
@@ -93,3 +94,18 @@ def test_a_teacher_is_fetched_at_its_revision(monkeypatch):
         with pytest.raises(RecipeError, match=r"distill.teacher = 'owner/name': the hub did not give it"):
             fetch(recipe)
     assert asked == ["1a2b3c"] * 3 and Distill(teacher="owner/name").model.revision == "main"
+
+
+def test_a_hub_id_is_its_snapshot(tmp_path, monkeypatch):
+    """Offline, with the snapshot that an earlier download left in the hub's cache."""
+    from huggingface_hub import constants
+
+    repository = tmp_path / "models--owner--name"
+    write_model(repository / "snapshots" / "abc123")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc123")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    assert model_folder(Model(path="owner/name")) == repository / "snapshots" / "abc123"
+    assert tokenizer_folder(Model(path="x", tokenizer="owner/name")) == repository / "snapshots" / "abc123"
+    with pytest.raises(RecipeError, match=r"model.path = 'owner/other': the hub did not give it .*HF_TOKEN is not set"):
+        model_folder(Model(path="owner/other"))

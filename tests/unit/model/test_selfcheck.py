@@ -10,18 +10,17 @@ from huggingface_hub.errors import StrictDataclassError
 from hypothesis import given, reject
 from hypothesis import settings as examples
 from hypothesis import strategies as st
+from model_numbers import assert_close, gradients, micro, pair, rows
 from tiny import config, said_by, write_model
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from varlen import plain_varlen_attn
 
 from shardbook.model import attention, masks, parts, selfcheck
 from shardbook.model.attention import KERNELS, PLAIN
-from shardbook.model.causal_lm import build_model, materialize
 from shardbook.model.laid_out import World, check_recipe, lay_out
-from shardbook.model.selfcheck import check_family, freeze
+from shardbook.model.selfcheck import check_family
 from shardbook.model.shrink import keep_layers
 from shardbook.recipe import Recipe, resolve_precision
-from unit.model.test_causal_lm import assert_close, gradients, micro, rows
 
 # one of each sort: windows, two rotations and scaled embeddings, caps, sinks and experts, chunks, a scale, a divisor, a
 # head with a bias, learned positions, alibi, latent attention and a buffer that files hold, kinds of blocks
@@ -30,26 +29,6 @@ PACKED += ["bloom", "deepseek_v3", "gemma4_text"]
 ROWS = ["qwen3_next", "lfm2"]  # recurrent and convolving layers
 # A recurrence is summed in another order alone than padded; its experts do not run in fp64.
 ROUNDS = {"qwen3_next": 3e-6}
-
-
-def pair(family, kernel=""):
-    """Transformers' small model of a family, and ours with its weights."""
-    torch.manual_seed(0)
-    small = small_config(family)
-    theirs = AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation="eager").eval()
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    found = check_family(small)
-    ours = build_model(type(small).from_dict(small.to_dict()), "fp32", 7, KERNELS[kernel or kernel_of(found)])
-    materialize(ours, torch.device("cpu"))
-    ours.load_state_dict(theirs.state_dict())
-    freeze(ours, found.unreached)
-    return theirs, ours.eval()
-
-
-def kernel_of(found):
-    return attention.choose_attention("auto", config(), torch.device("cpu"), torch.float32, found.demands).name
 
 
 def small_rows():

@@ -5,8 +5,10 @@ import dataclasses
 import pytest
 import torch
 from families import small_config
+from plans import MIXED, SIZES, settings
+from plans import simulated_recipe as recipe_of
 from tiny import config, said_by
-from transformers import AutoConfig, Gemma3TextConfig, GptOssConfig, Qwen3NextConfig
+from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.utils.import_utils import is_tracing
 
@@ -19,38 +21,7 @@ from shardbook.plan import activation_bytes
 from shardbook.plan import measure_blocks as blocks
 from shardbook.plan.measure_blocks import kinds_of, measure_blocks
 from shardbook.plan.memory_trace import LiveBytes, meta_tensors
-from unit.plan.test_peak import settings
-from unit.plan.test_simulate import apart  # noqa: F401
-from unit.plan.test_simulate import settings as recipe_of
 
-SIZES = {
-    "vocab_size": 1024,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "num_hidden_layers": 4,
-    "max_position_embeddings": 2048,
-}
-NEAR = "sliding_attention"
-MIXED = {
-    "gemma3_text": (
-        Gemma3TextConfig,
-        {"layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention"]},
-    ),
-    "gpt_oss": (GptOssConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "qwen3_next": (
-        Qwen3NextConfig,
-        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
-        | {
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 32,
-            "linear_value_head_dim": 32,
-        },
-    ),
-}
 KINDS = {"gemma3_text": (0, 0, 2, 0), "gpt_oss": (0, 1, 0, 1), "qwen3_next": (0, 0, 0, 3)}
 
 
@@ -167,13 +138,13 @@ def planned(family, stage, checkpointing, one_kind=False):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", MIXED)
 @pytest.mark.parametrize(("stage", "checkpointing"), [("zero3", "full"), ("zero2", "none")])
-def test_a_plan_of_any_family(apart, family, stage, checkpointing):  # noqa: F811
+def test_a_plan_of_any_family(apart, family, stage, checkpointing):
     peak, simulated = apart(planned, family, stage, checkpointing)
     assert peak / simulated == pytest.approx(1, abs=0.02)
 
 
 @pytest.mark.slow
-def test_one_kind_that_is_measured_for_two_is_seen(apart):  # noqa: F811
+def test_one_kind_that_is_measured_for_two_is_seen(apart):
     peak, simulated = apart(planned, "qwen3_next", "zero2", "none", True)
     assert peak / simulated != pytest.approx(1, abs=0.02)
 

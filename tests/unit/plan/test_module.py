@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from plans import MIXED, SIZES
 from tiny import said_by
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from shardbook import Parallel, Precision, plan_module, shard_model
-from unit.plan.test_measure_blocks import MIXED, SIZES
-from unit.plan.test_simulate import apart  # noqa: F401
 
 PAGE = Path(__file__).parents[3] / "docs" / "library.md"
 BF16 = Precision(params="bf16")
@@ -163,7 +162,7 @@ EVERY = [(name, stage, micros) for name in MODELS for stage in STAGES for micros
     ("name", "stage", "micros"),
     [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in EVERY if case not in FAST)],
 )
-def test_the_peak_is_that_of_a_step(apart, name, stage, micros):  # noqa: F811
+def test_the_peak_is_that_of_a_step(apart, name, stage, micros):
     """To the byte: nothing of these modules is known but what they do."""
     planned, counted = apart(both, name, stage, micros)
     assert planned == counted
@@ -172,13 +171,13 @@ def test_the_peak_is_that_of_a_step(apart, name, stage, micros):  # noqa: F811
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["ddp", "zero2", "zero3"])
 @pytest.mark.parametrize("name", ["mixer", "conv"])
-def test_the_peak_in_fp32(apart, name, stage):  # noqa: F811
+def test_the_peak_in_fp32(apart, name, stage):
     planned, counted = apart(both, name, stage, 2, "fp32")
     assert planned == counted
 
 
 @pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
-def test_the_buffer_of_a_gather_stays_until_the_next_one_is_copied(apart, stage):  # noqa: F811
+def test_the_buffer_of_a_gather_stays_until_the_next_one_is_copied(apart, stage):
     planned, counted = apart(both, "wide", stage, 1, "fp32")
     assert planned == counted
 
@@ -303,7 +302,7 @@ def test_blocks_run_once_and_in_their_order():
     assert twice == "plan_module: block 1 runs 2 times in a micro-batch; it must run once"
 
 
-def test_beside_a_process_group_there_is_no_peak(apart):  # noqa: F811
+def test_beside_a_process_group_there_is_no_peak(apart):
     planned = apart(planned_beside_a_group)
     assert planned.startswith("there is a process group already, so the plan has no peak: plan before init_process_gr")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from headers import predict_mfu
 from live import allocated
-from tiny import config
+from plans import lay_out, settings, shape
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.varlen import varlen_attn
 
@@ -19,7 +19,7 @@ from shardbook.plan.activation_bytes import loss_bytes
 from shardbook.plan.measure_blocks import measure_blocks
 from shardbook.plan.peak import predict_peak
 from shardbook.plan.smallest_change import _changes, smallest_change
-from shardbook.recipe import Activation, Parallel, Precision, Recipe, Train
+from shardbook.recipe import Activation, Parallel, Precision, Train
 
 ROWS, LENGTH = 2, 128
 # torch 2.11's varlen kernel takes as many heads of keys as of queries, so they are repeated as for a dense mask
@@ -35,11 +35,6 @@ LLAMA_8B = {
     "vocab": 128_256,
     "tied": False,
 }
-
-
-def shape(family="llama", **changes):
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-    return config(family, **(sizes | {"head_dim": 16, "num_hidden_layers": 1} | changes))
 
 
 def saved_by_a_block(made, checkpointing):
@@ -85,18 +80,6 @@ def test_what_selective_keeps_of_an_8b_block():
     made = shape(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
     measured = measure_blocks(made, settings(), "selective", "bf16").blocks[0].kept
     assert measured.token == 2 * (47_104 + 4096) + 32 * 4
-
-
-def settings(**sections):
-    words = {"data": {"max_length": 2048}, "train": {"steps": 1, "per_device_train_batch_size": 8}} | sections
-    return Recipe.model_validate(words)
-
-
-def lay_out(recipe, world=4, layers=8):
-    made = shape(num_hidden_layers=layers)
-    model = build_model(made, "fp32", attention=KERNELS["varlen"])
-    precision = Precision(params="bf16")
-    return build_layout(recipe.parallel, precision, model, model.parts, model.blocks, world, 4), made
 
 
 def test_the_smallest_change_that_fits():

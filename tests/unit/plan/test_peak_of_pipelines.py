@@ -31,6 +31,7 @@ def bytes_of_stage(words, stage):
     """Of the first rank of a stage: most that is alive in a step, and the formula's peak."""
     import torch
     import torch.distributed as dist
+    from plans import with_layers
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -47,7 +48,6 @@ def bytes_of_stage(words, stage):
     from shardbook.parallel.sharding import apply_stage
     from shardbook.plan import simulate
     from shardbook.plan.peak import predict_peak
-    from unit.plan.test_simulate import with_layers
 
     recipe = recipe_of(*words)
     config = with_layers(shape_config(recipe.model, 8192), LAYERS)

@@ -1,16 +1,29 @@
-"""What a plan takes for granted is printed, written and can be said otherwise; and what it advises beside it."""
+"""The report of a plan: one value for JSON, table and words; what it takes for granted, and what is asked wrongly."""
 
 import json
 import tomllib
 
 import pytest
+from plans import ORDER, plan_of, report_on
 
 from shardbook.cli import PLAIN, main
 from shardbook.gpus import GPUS
 from shardbook.plan.advised import write_advised
-from shardbook.plan.hardware import build_cluster
-from shardbook.plan.report import Report, as_json, as_table, describe_advice, make_report
-from shardbook.recipe import load_recipe, parse_recipe
+from shardbook.plan.cluster import build_planner
+from shardbook.plan.hardware import (
+    build_cluster,
+)
+from shardbook.plan.report import (
+    Report,
+    as_json,
+    as_table,
+    describe_advice,
+    describe_shared,
+    facts,
+    make_report,
+)
+from shardbook.plan.tp_cp_traffic import describe_sharing
+from shardbook.recipe import STAGES, find_recipe, load_recipe, parse_recipe
 
 
 def plan(gpu: str, gpus: int, **box: float) -> Report:
@@ -113,3 +126,121 @@ def test_a_plan_without_a_recipe_says_what_it_plans(capsys):
 def test_a_node_may_be_said_to_be_another():
     cluster = build_cluster("l40s", 8, disk=3, link=12.5, host_gb=256)
     assert (cluster.gpu.disk, cluster.gpu.link, cluster.node_gb) == (3e9, 12.5e9, 256)
+
+
+def test_the_contract_of_the_json():
+    report = as_json(report_on(load_recipe(find_recipe("llama70b-hsdp")), "h100-80gb", 64))
+    for row in report["stages"]:
+        for what in ("paper", "resident"):
+            sizes = row[what]
+            parts = [sizes[f"{name}_bytes"] for name in ("params", "grads", "optimizer")]
+            assert sizes["total_bytes"] == sum(parts)
+        assert row["peak_bytes"] == sum(row["peak"].values())
+        assert row["step_seconds"] == pytest.approx(sum(row["step"].values()))
+        assert row["fits"] == (row["peak_bytes"] <= report["room_bytes"])
+    hsdp = next(row for row in report["stages"] if row["stage"] == "hsdp")
+    assert hsdp["mesh"] == {"dp_replicate": 2, "dp_shard": 32}  # the recipe's own, not a guess
+    assert [row["stage"] for row in report["stages"]] == list(STAGES)
+    assert (
+        report["advice"]["fits"] and report["advice"]["recipe"]["parallel.stage"] == report["advice"]["take"]["stage"]
+    )
+
+
+def test_the_command_prints_json_alone(capsys):
+    assert main(["plan", "llama8b-fsdp", "--gpus", "8", "--json", "optim.name=adamw_bf16"]) == 0
+    out = capsys.readouterr().out
+    kept = next(row for row in json.loads(out)["stages"] if row["stage"] == "ddp")["resident"]
+    assert kept["optimizer_bytes"] == pytest.approx(4 * 8_030_261_248, rel=1e-6)
+
+
+def test_what_is_recomputed_takes_time_and_a_budget_is_planned(tmp_path, capsys):
+    def seconds(kind):
+        words = (f"activation.checkpointing={kind}", "train.compile=true", "train.per_device_train_batch_size=1")
+        assert main(["plan", "llama8b-fsdp", "--gpus", "8", "--json", *words]) == 0
+        return {row["stage"]: row["step_seconds"] for row in json.loads(capsys.readouterr().out)["stages"]}["zero3"]
+
+    none, full = seconds("none"), seconds("full")
+    assert seconds("every:1") == full > seconds("every:2") > none
+    assert seconds("budget:0.5") == seconds("budget:0") == none
+    path = tmp_path / "lr=1e-4.toml"
+    path.write_text(find_recipe("llama8b-fsdp").read_text())
+    assert main(["plan", str(path), "--gpus", "8", "--json"]) == 0
+
+
+def test_the_table_names_each_stage(capsys):
+    assert main(["plan", "--model", "qwen3-0.6b", "data.max_length=2048", "--gpus", "2", "--gpu", "rtx4090"]) == 0
+    said = capsys.readouterr().out
+    assert "Qwen/Qwen3-0.6B (0.60 B) on 2 x rtx4090" in said
+    assert [line.split()[0] for line in said.splitlines() if line.strip().startswith(tuple(ORDER))] == ORDER
+    assert "hsdp" not in said  # one node
+    assert "advice   " in said and "set      parallel.stage=" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["llama8b-fsdp", "--gpu", "h1000"], "--gpu h1000: must be one of a100-40gb"),
+        (["llama8b-fsdp", "--gpu", "a100"], "; did you mean a100-40gb or a100-80gb?"),  # two are called so
+        (["llama8b-fsdp", "--gpu", "4090"], "; did you mean rtx4090-24gb?"),
+        (["llama8b-fsdp", "--gpu", "RTX-4090"], "; did you mean rtx4090-24gb?"),
+        (["llama8b-fsdp", "--gpu", "NVIDIA H200 141GB"], "; did you mean h200-141gb?"),
+        (["llama8b-fsdp", "--gpu", "H100-SXM"], "; did you mean h100-80gb?"),
+        (["llama8b-fsdp", "--gpu", "mi300x"], "l40s-48gb\n"),
+        (["llama8b-fsdp", "--disk-gbps", "-1"], "--disk-gbps -1: must be above 0, or 0 for the usual value"),
+        (["llama8b-fsdp", "--link-gbps", "-1"], "--link-gbps -1: must be above 0"),
+        (["llama8b-fsdp", "--gpus", "12"], "--gpus 12: must be whole nodes of 8"),
+        (["llama8b-fsdp", "--gpus", "0"], "--gpus 0: must be at least 1"),
+        (["--model", "llama-3.1-8c"], "its shape is not known here"),
+        (["--model", "llama-3.1-8c"], "did you mean llama-3.1-8b?"),
+        (["--model", "qwen3-8b", "data.max_length=50000"], "sees at most 40960 tokens"),
+        ([], "plan: needs a recipe, or --model"),
+        pytest.param(
+            ["llama70b-fsdp", "--gpus", "8", "--gpu", "a100-40gb", "--host-gb", "32", "--write", "none.toml"],
+            "--write none.toml: fits nowhere here",
+            marks=pytest.mark.slow,
+        ),
+        (["llama70b-hsdp", "--gpus", "24"], "needs 64 ranks, the world has 24"),
+        (["llama8b-fsdp", "--network", "-5"], "--network -5: must be above 0"),
+        (["llama8b-fsdp", "--per-node", "-1"], "--per-node -1: must be above 0"),
+        (["llama8b-fsdp", "--document-tokens", "0"], "--document-tokens 0: must be at least 1"),
+    ],
+)
+def test_what_is_asked_wrongly(words, said, capsys):
+    assert main(["plan", *words]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.startswith("shardbook: ")
+
+
+def test_more_ranks_than_a_node_has_are_told():
+    report = report_on(plan_of("smollm2-135m", "parallel.tp_size=8", "data.max_length=2048"), "h100", 8, a_node=4)
+    said, *advised = describe_shared(report)
+    assert all(line.endswith("(advised)") for line in advised)
+    assert said.startswith("tensor   8 ranks share matrices") and "slow: a node has 4 ranks" in said
+    assert "heads do not divide" in said  # nine
+    assert describe_shared(report_on(plan_of("llama-3.2-1b"), "h100", 8)) == []
+    planner = build_planner(plan_of("llama-3.2-1b", "parallel.tp_size=8"))
+    found = planner.lay_out(planner.recipe, build_cluster("h100", 8))
+    assert describe_sharing(found.layout) == "8 ranks share matrices, and tokens between them"
+    report = report_on(plan_of("smollm2-135m", "parallel.cp_size=8", "data.max_length=2048"), "h100", 8, a_node=4)
+    said, *advised = describe_shared(report)
+    assert all(line.endswith("(advised)") for line in advised)
+    assert said.startswith("context  8 ranks split each row") and "a rank has 2 of them or 1" in said
+    assert "a node has 4 ranks" in said
+
+
+def test_the_numbers_of_a_candidate_are_formatted_once():
+    """JSON, the terminal's table and the advice have the same values."""
+    report = report_on(load_recipe(find_recipe("llama8b-fsdp")), "h100-80gb", 16)
+    best, table = report.advice.best, as_table(report)
+    shown = {key: fact.text for key, fact in facts(best).items()}
+    row = as_json(report)["advice"]["take"]
+    assert {key: fact.value for key, fact in facts(best).items()}.items() <= row.items()
+    assert (shown["peak_bytes"], shown["mfu"]) == (f"{best.peak.total / 1e9:,.1f}", f"{best.mfu:.2f}")
+    assert f"{shown['peak_bytes']} GB, {shown['step_seconds']} s a step" in describe_advice(report)[0]
+    for column, key in (
+        ("peak GB", "peak_bytes"),
+        ("waits", "waiting_share"),
+        ("GPU-h/B", "gpu_hours_per_billion_tokens"),
+    ):
+        (cells,) = [list(one.cells) for one in table.columns if one.header == column]
+        assert [str(cell) for cell in cells] == [facts(one)[key].text for one in (*report.stages.values(), best)]

@@ -1,10 +1,9 @@
 """A step on fake tensors: what it counts beside the formulas, and that few layers tell of many."""
 
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
-from world import forks
+from plans import simulated_recipe, with_layers
 
 GB = 1e9
 TEACHER_LAYERS = 6  # of what a student learns from: not as many as it has itself
@@ -16,21 +15,6 @@ BOUND = 0.01  # of a peak
 # Planned 1.6% too high, by tokens x hidden x 4 bytes: the input of the first block comes from a frozen embedding,
 # so its first norm keeps no input for backward, while the plan counts each block as the others.
 HIGH = ("ddp", "none", ("lora.r=16", *LONG, *FOUR))
-
-
-def settings(stage, checkpointing, micros, *more):
-    from shardbook.cli import PLAIN
-    from shardbook.recipe import parse_recipe, resolve_precision
-
-    words = ["model.path=llama-3.1-8b", "data.max_length=1024", f"parallel.stage={stage}"]
-    words += [f"activation.checkpointing={checkpointing}", f"train.gradient_accumulation_steps={micros}"]
-    return resolve_precision(parse_recipe(PLAIN, "test", [*words, *more]), "cuda")
-
-
-def with_layers(config, layers):
-    words = config.to_dict() | {"num_hidden_layers": layers}
-    words.pop("layer_types", None)
-    return type(config)(**words)
 
 
 def simulated(stage, checkpointing, micros, layers, whole=False, world=WORLD, more=()):
@@ -48,7 +32,7 @@ def simulated(stage, checkpointing, micros, layers, whole=False, world=WORLD, mo
         recipe = resolve_precision(load_recipe(stage), "cuda")
         config = shape_config(recipe.model, recipe.data.max_length)
     else:
-        recipe = settings(stage, checkpointing, micros, *more)
+        recipe = simulated_recipe(stage, checkpointing, micros, *more)
         config = with_layers(shape_config(recipe.model, 1024), layers)
     simulate.LAYERS = (layers, layers) if whole else (4, 5)
     distill, ranks = recipe.distill, World(world, min(8, world))
@@ -68,7 +52,7 @@ def held_by_a_block(checkpointing, ranks):
     from shardbook.model.shapes import shape_config
     from shardbook.objectives import build_objective
 
-    recipe = settings("zero3", checkpointing, 1, f"parallel.tp_size={ranks}", f"data.max_length={TOKENS}")
+    recipe = simulated_recipe("zero3", checkpointing, 1, f"parallel.tp_size={ranks}", f"data.max_length={TOKENS}")
     config = shape_config(recipe.model, TOKENS)
     shares = build_objective(recipe.method, recipe.preference, recipe.distill).terms
     laid = lay_out(recipe, World(8, 8), config, None)
@@ -76,13 +60,6 @@ def held_by_a_block(checkpointing, ranks):
     (few, few_kept), (more, more_kept) = found
     end = (0, "forward", "after")
     return more[end] - few[end] - (more_kept - few_kept)
-
-
-@pytest.fixture(scope="module")
-def apart():
-    """Runs a function in a process of its own: a process has one process group, and other tests may have made it."""
-    with ProcessPoolExecutor(1, mp_context=forks()) as pool:
-        yield lambda function, *words: pool.submit(function, *words).result(240)
 
 
 @pytest.fixture(scope="module")

@@ -4,12 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from plans import lay_out, settings
 
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.ranks.exits import RunFailed
 from shardbook.run.log.memory import kept_bytes
 from shardbook.run.out_of_memory import OomGuard
-from unit.plan.test_peak import lay_out, settings
 
 
 def test_kept_bytes_counts_each_storage_once():

@@ -1,6 +1,6 @@
 """The console: what a person sees of a step."""
 
-from shardbook.run.log.console import Console
+from shardbook.run.log.console import Console, describe_peak
 
 
 def test_what_one_watches_is_on_the_console(capsys):
@@ -15,3 +15,11 @@ def test_what_one_watches_is_on_the_console(capsys):
         "step 0/9  eval 0.7000  accuracy 50%  margin -0.125",
         "step 4/9  loss 0.5000  eval 0.2500  kl 0.0312",
     ]
+
+
+def test_a_peak_that_is_off_is_said():
+    def said(measured):
+        return describe_peak({"memory/peak_bytes": measured, "predicted/memory/peak_bytes": 100 * 2**30})
+
+    assert said(104 * 2**30) == said(96 * 2**30) == "" == describe_peak({"memory/peak_bytes": 1.0})
+    assert said(80 * 2**30) == "peak     80.0 GiB measured, 100.0 GiB predicted: +25%"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"
 JOBSET = yaml.safe_load((LAUNCH / "kubernetes/jobset.yaml").read_text())
 RUNTIME, TRAINJOB = yaml.safe_load_all((LAUNCH / "kubernetes/trainjob.yaml").read_text())
