@@ -112,7 +112,7 @@ TESTS = Path(__file__).parents[1]
 OTHERS = {"bench": "tests/bench", "support": "tests/support", "docs": "docs"}  # no rooms of the package
 
 
-def tested_module(test: str) -> Path | None:
+def module_under_test(test: str) -> Path | None:
     """The file that <room>/test_<module>.py tests, or test_<module>_<aspect>.py: of test_<room>.py the __init__.py."""
     room, words = Path(test).parent, Path(test).stem.removeprefix("test_").split("_")
     home = ROOT / OTHERS[str(room)] if str(room) in OTHERS else SOURCE / room
@@ -124,10 +124,10 @@ def tested_module(test: str) -> Path | None:
 def test_a_unit_test_is_named_after_the_module_that_it_tests():
     unit = TESTS / "unit"
     tests = [str(path.relative_to(unit)) for path in unit.rglob("test_*.py") if path.parent != unit]
-    assert len(tests) > 80 and [test for test in tests if tested_module(test) is None] == []
-    assert tested_module("optim/test_optim.py") == SOURCE / "optim/__init__.py"
-    assert tested_module("plan/test_peak_of_pipelines.py") == SOURCE / "plan/peak.py"
-    assert tested_module("plan/test_of_peak.py") is None
+    assert len(tests) > 80 and [test for test in tests if module_under_test(test) is None] == []
+    assert module_under_test("optim/test_optim.py") == SOURCE / "optim/__init__.py"
+    assert module_under_test("plan/test_peak_of_pipelines.py") == SOURCE / "plan/peak.py"
+    assert module_under_test("plan/test_of_peak.py") is None
 
 
 def test_what_tests_share_lies_in_support():
