@@ -100,7 +100,7 @@ def test_the_page_is_made_of_the_data():
     page = other_versions.PAGE.read_text()
     assert page == other_versions.write_page(stacks())
     first, *others = stacks()  # planted: a test that failed
-    assert page != other_versions.write_page([first | {"failed": ["unit.test_torch::test_x"]}, *others])
+    assert page != other_versions.write_page([first | {"failed": ["unit.comm.test_torch_private::test_x"]}, *others])
 
 
 def test_both_ends_of_what_is_tested_were_run_and_passed():
@@ -113,10 +113,10 @@ def test_both_ends_of_what_is_tested_were_run_and_passed():
 
 
 REPORT = """<testsuites><testsuite>
-<testcase classname="tests.unit.test_torch" name="test_a"/>
-<testcase classname="tests.unit.test_torch" name="test_b"><failure message="no"/></testcase>
+<testcase classname="tests.unit.comm.test_torch_private" name="test_a"/>
+<testcase classname="tests.unit.comm.test_torch_private" name="test_b"><failure message="no"/></testcase>
 <testcase classname="tests.dist.test_stages" name="test_c[zero3]"><skipped/></testcase>
-<testcase classname="" name="tests.unit.test_nf4"><error message="no import"/></testcase>
+<testcase classname="" name="tests.unit.model.test_nf4"><error message="no import"/></testcase>
 </testsuite></testsuites>"""
 
 
@@ -124,7 +124,7 @@ def test_a_report_is_counted_by_suite(tmp_path):
     (tmp_path / "report.xml").write_text(REPORT)
     suites, failed = other_versions.read_report(tmp_path / "report.xml")
     assert suites["torch's names"] == [1, 1, 0] and suites["stages"] == [0, 0, 1] and suites["NF4"] == [0, 1, 0]
-    assert failed == ["unit.test_torch::test_b", "unit.test_nf4::tests.unit.test_nf4"]
+    assert failed == ["unit.comm.test_torch_private::test_b", "unit.model.test_nf4::tests.unit.model.test_nf4"]
 
 
 def test_a_stack_takes_the_place_of_the_same_versions(tmp_path, monkeypatch):

@@ -36,9 +36,9 @@ def small_rows():
 
 
 def batches(packed, monkeypatch):
-    import test_model
+    import model_numbers
 
-    monkeypatch.setattr(test_model, "rows", small_rows)
+    monkeypatch.setattr(model_numbers, "rows", small_rows)
     return micro(packed)
 
 
