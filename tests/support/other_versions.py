@@ -24,7 +24,7 @@ DATA, PAGE = ROOT / "docs" / "versions.json", ROOT / "docs" / "versions.md"
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "pydantic")
 SUITES = {  # by what it asks of the libraries: files of tests
     "torch's names": ["unit/comm/test_torch_private.py", "unit/model/test_flash.py"],
-    "families": ["unit/model/test_selfcheck.py", "unit/model/test_causal_lm.py"],
+    "families": ["unit/model/test_selfcheck.py", "unit/model/test_causal_lm.py", "unit/model/test_families.py"],
     "files": ["unit/model/test_file_names.py", "unit/model/test_weights.py", "unit/model/test_adapter_files.py"],
     "samples": ["unit/model/test_comparisons.py", "dist/test_generate.py"],
     "plans": ["unit/plan/test_simulate.py", "unit/plan/test_peak.py", "dist/test_peak_steps.py"],
@@ -56,7 +56,7 @@ def read_report(report: Path) -> tuple[dict[str, list[int]], list[str]]:
     counts, failed = collections.defaultdict(lambda: [0, 0, 0]), list[str]()
     for case in ElementTree.parse(report).iter("testcase"):
         module = (case.get("classname") or case.get("name") or "").removeprefix("tests.")
-        name = suite_of[".".join(module.split(".")[:2])]
+        name = next(name for file, name in suite_of.items() if f"{module}.".startswith(f"{file}."))
         outcome = 2 if case.find("skipped") is not None else 0
         if case.find("failure") is not None or case.find("error") is not None:
             outcome = 1
