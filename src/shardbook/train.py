@@ -1,4 +1,4 @@
-"""The story of a run: prepare it, build it, start it, then the loop.
+"""The story of a run: rank 0 looks at its recipe (`main`); then prepare it, build it, start it, and the loop.
 
 Start it through a launcher (`shardbook train`, torchrun, accelerate launch) or alone as a world of one:
 `python -m shardbook.train RECIPE [section.key=value ...]`. A feature enters here as one call; if it needs a branch in
@@ -21,7 +21,6 @@ from shardbook.optim import clip_gradients, learning_rate, set_learning_rate
 from shardbook.parallel.pipeline import run_step
 from shardbook.ranks.distributed import (
     Ranks,
-    broadcast_from_main,
     check_same_on_all_ranks,
     local_main_process_first,
     watch_steps,
@@ -55,10 +54,10 @@ from shardbook.run.synchronized_gc import synchronized_gc
 
 
 def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
-    """Runs `recipe` to its last step, or until it is asked to stop. Returns the exit code, DONE or PREEMPTED."""
+    """Runs `recipe`, which the preflight let in, to its last step, or until it is asked to stop. Returns the exit code,
+    DONE or PREEMPTED."""
     console, in_turn = Console(ranks.is_main), partial(local_main_process_first, ranks)
     check_same_on_all_ranks(environment() | flatten_recipe(recipe) | {"ranks of a node": ranks.ranks_per_node})
-    broadcast_from_main(lambda: preflight(recipe, recipe_path.stem, ranks))
     use_deterministic(recipe.train.deterministic)
     torch.manual_seed(recipe.train.seed + ranks.rank)  # for lora_dropout: each rank drops other elements
     stop = StopFlag().listen()
@@ -68,9 +67,9 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     recipe = laid.recipe
 
     # The run's newest checkpoint; then weights on this node, tokenizer and data; then the run's directory.
-    run, newest = find_everywhere(recipe.run, recipe_path)
+    run, newest = find_everywhere(recipe, recipe_path)
     console.print(f"run      {run.path}")
-    job = prepare_job(laid, in_turn, run.path, newest or recipe.train.resume_from_checkpoint)
+    job = prepare_job(laid, in_turn, run.day)
     if run.finished_steps >= job.steps:
         more = f"raise train.steps above {run.finished_steps}, or " * run.is_saved(newest)
         console.print(f"done     this run has finished its {run.finished_steps} steps; {more}choose another run.name")
@@ -145,7 +144,7 @@ def main(words: list[str] | None = None) -> int:
             raise RecipeError("no recipe: python -m shardbook.train RECIPE [section.key=value ...]")
         path = find_recipe(given[0])
         recipe = load_recipe(path, given[1:])
-        return with_ranks(recipe, partial(train, recipe, path))
+        return with_ranks(recipe, partial(preflight, recipe, path.stem), partial(train, recipe, path))
 
     return guard(story)
 

@@ -9,7 +9,6 @@ from huggingface_hub.utils import filter_repo_objects
 
 from shardbook.model.hub import config_folder, model_folder
 from shardbook.recipe import Distill, Model, RecipeError, parse_recipe
-from shardbook.run.preflight import check_named
 from shardbook.run.teacher import fill_teacher, load_teacher
 
 BESIDE = ["config.json", "tokenizer.json", "tokenizer_config.json", "README.md"]
@@ -68,7 +67,7 @@ def test_a_damaged_index_is_named(hub):
 
 
 def test_a_teacher_is_fetched_at_its_revision(monkeypatch):
-    """By each that fetches it: the preflight, the ranks for its config and tokenizer, and for its weights."""
+    """By each that fetches it: the ranks for its config and tokenizer, and for its weights."""
     asked = []
 
     def snapshot_download(repo, revision, allow_patterns):
@@ -85,11 +84,7 @@ def test_a_teacher_is_fetched_at_its_revision(monkeypatch):
     ]
     recipe = parse_recipe("", "a recipe", words)
     sharded = SimpleNamespace(model=SimpleNamespace(teacher=object()))
-    for fetch in (
-        load_teacher,
-        lambda recipe: check_named(recipe, "cpu"),
-        lambda recipe: fill_teacher(sharded, recipe),
-    ):
+    for fetch in (lambda recipe: load_teacher(recipe, None), lambda recipe: fill_teacher(sharded, recipe)):
         with pytest.raises(RecipeError, match=r"distill.teacher = 'owner/name': the hub did not give it"):
             fetch(recipe)
-    assert asked == ["1a2b3c"] * 3 and Distill(teacher="owner/name").model.revision == "main"
+    assert asked == ["1a2b3c"] * 2 and Distill(teacher="owner/name").model.revision == "main"

@@ -23,7 +23,7 @@ from shardbook.data.sources import load_sources, mix, read_raw
 from shardbook.data.tokenized import Documents, build_documents, check_vocabulary, digest_rows, pack
 from shardbook.recipe import Data, RecipeError, list_recipes, load_recipe
 from shardbook.recipe.load import parse_recipe
-from shardbook.run.directory import RunDirectory, first_day
+from shardbook.run.directory import RunDirectory, first_day, read_facts
 from shardbook.run.prompts import build_prompts
 
 
@@ -234,11 +234,11 @@ def test_the_first_day_is_that_of_the_run(folder, monkeypatch):
     (run / "resolved.toml").write_text('[data]\nchat_template_date = "2020-01-01"\n')
     (folder / "latest").symlink_to(run / "checkpoints" / "step-000002")
     for way in (run / "checkpoints" / "step-000002", "runs/one/checkpoints/step-000002"):
-        assert first_day(None, way) == first_day(run, way) == "2020-01-01"
+        assert first_day({}, way) == "2020-01-01"
     for way in ("", "/ckpt", folder / "else"):
-        assert first_day(None, way) == first_day(folder / "new", way) == str(date.today())
+        assert first_day({}, way) == first_day(read_facts(folder / "new"), way) == str(date.today())
     RunDirectory("new", folder / "new", finished_steps=0, is_held=False).open(keep=2, saved=0, day="2021-02-03")
-    assert first_day(folder / "new", "") == "2021-02-03"
+    assert first_day(read_facts(folder / "new"), run / "checkpoints" / "step-000002") == "2021-02-03"
 
 
 def test_text_is_tokenised_once_whatever_day_it_is(folder, monkeypatch):
