@@ -98,7 +98,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     profile = Profile(run.path, recipe.train.profile_steps, ranks.rank)
     shown = console.start(state.step, job.steps)
     watch, gc_in_step = watch_steps(ranks, recipe.run.hang_seconds, log.warmup_steps), synchronized_gc()
-    with shown, profile, oom_guard, log, watch as finish_step, gc_in_step as collect:
+    with shown, profile, oom_guard, saver, log, watch as finish_step, gc_in_step as collect:
         if state.step == 0:
             observer.after(0)
         batches = BatchPrefetcher(job.loader, StepFlags(stop, saver))
