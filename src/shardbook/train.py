@@ -21,6 +21,7 @@ from shardbook.optim import clip_gradients, learning_rate, set_learning_rate
 from shardbook.parallel.pipeline import run_step
 from shardbook.ranks.distributed import (
     Ranks,
+    broadcast_from_main,
     check_same_on_all_ranks,
     local_main_process_first,
     watch_steps,
@@ -33,7 +34,7 @@ from shardbook.recipe import Recipe, RecipeError, find_recipe, flatten_recipe, l
 from shardbook.run.build import allocate_state, build_sharded
 from shardbook.run.checkpoint.format import TrainState, newest_checkpoint
 from shardbook.run.checkpoint.save import Saver, predict_bytes
-from shardbook.run.directory import environment, find_everywhere, open_everywhere
+from shardbook.run.directory import environment, find_run, open_everywhere
 from shardbook.run.eval.observer import Observer
 from shardbook.run.eval.reference import Reference
 from shardbook.run.job_summary import describe_job
@@ -67,7 +68,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     recipe = laid.recipe
 
     # The run's newest checkpoint; then weights on this node, tokenizer and data; then the run's directory.
-    run, newest = find_everywhere(recipe, recipe_path)
+    run, newest = broadcast_from_main(lambda: find_run(recipe, recipe_path))
     console.print(f"run      {run.path}")
     job = prepare_job(laid, in_turn, run.day)
     if run.finished_steps >= job.steps:

@@ -143,12 +143,6 @@ class RunDirectory:
         _write_facts(self.path, read_facts(self.path) | {"finished_steps": steps})
 
 
-def find_everywhere(recipe: Recipe, recipe_path: Path) -> tuple[RunDirectory, Path | None]:
-    """Returns the directory of a run, as rank 0 finds it or would make it, and its newest checkpoint. Raises
-    RecipeError as `find_run` does. Collective."""
-    return broadcast_from_main(lambda: find_run(recipe, recipe_path))
-
-
 def open_everywhere(run: RunDirectory, steps: int, newest: Path | None, recipe: Recipe, saved: int) -> None:
     """Makes the directory of a run that begins, on rank 0. Raises RecipeError where the run cannot go on to `steps`,
     the directory cannot be written or its disk has no room for checkpoints of `saved` bytes, or a rank does not see it:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from shardbook.data.encoding import digest_tokenizer, load_tokenizer
 from shardbook.data.loader import Batching, Loader, choose_batching
@@ -40,9 +40,9 @@ from shardbook.plan.peak import GB, Peak, predict_fullest, predict_peak
 from shardbook.plan.smallest_change import NONE_FITS, smallest_change
 from shardbook.plan.speed import predict_perf_metrics
 from shardbook.ranks.distributed import broadcast_from_main, check_same_on_all_ranks
-from shardbook.recipe import Recipe, RecipeError, resolve_precision, with_settings
+from shardbook.recipe import Model, Recipe, RecipeError, resolve_precision, with_settings
 from shardbook.run.prompts import Prompts, build_prompts
-from shardbook.run.teacher import load_teacher
+from shardbook.run.teacher import KEY, check_teacher
 from shardbook.terminal import print_line
 
 InTurn = Callable[[], AbstractContextManager[None]]  # around reads of files: a node's first rank before the others
@@ -82,19 +82,28 @@ def lay_out_run(recipe: Recipe, world: World, in_turn: InTurn = nullcontext) -> 
     recipe = resolve_precision(recipe, world.device_type)
     with in_turn():
         _check_optimizer(recipe.optim.name, world)
-        folder = config_folder(recipe.model)
-        check_weights(recipe.model, folder)
-        config = load_config(recipe.model, folder, recipe.data.max_length)
-        tokenizer_at = tokenizer_folder(recipe.model)
+        folder, tokenizer_at = config_folder(recipe.model), tokenizer_folder(recipe.model)
+        config = _read_config(recipe.model, folder, recipe.data.max_length, "model.path")
         tokenizer = load_tokenizer(tokenizer_at, "model.tokenizer", recipe.data.chat_template)
         check_vocabulary(tokenizer, config)
-        teacher = load_teacher(recipe, tokenizer)
+        teacher = None
+        if path := recipe.distill.teacher:
+            teacher_folder = config_folder(recipe.distill.model, KEY)
+            teacher = _read_config(recipe.distill.model, teacher_folder, recipe.data.max_length, KEY)
+            check_teacher(path, teacher, load_tokenizer(teacher_folder, KEY), tokenizer)
     if dist.is_initialized():  # a second on one rank, not on each
         remember(config, broadcast_from_main(lambda: check_family(config)))
     laid = lay_out(recipe, world, config, teacher)
     if world.device:
         _switch_flash(laid, world.device)
     return LaidOutRun(**vars(laid), folder=folder, tokenizer=tokenizer, tokenizer_folder=tokenizer_at)
+
+
+def _read_config(model: Model, folder: Path, max_length: int, what: str) -> PreTrainedConfig:
+    """Returns the config in `folder`, of the model that the recipe key `what` names. Raises RecipeError where it cannot
+    be trained, or a local weights file is missing or broken at its beginning."""
+    check_weights(model, folder)
+    return load_config(model, folder, max_length, what)
 
 
 def _check_optimizer(name: str, world: World) -> None:

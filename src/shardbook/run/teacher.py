@@ -6,10 +6,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from shardbook.data.encoding import load_tokenizer
 from shardbook.model.adapters import digest_weights
-from shardbook.model.families import load_config
-from shardbook.model.hub import check_weights, config_folder, model_folder
+from shardbook.model.hub import model_folder
 from shardbook.model.weights import load_weights
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.recipe import Recipe, RecipeError
@@ -17,15 +15,11 @@ from shardbook.recipe import Recipe, RecipeError
 KEY = "distill.teacher"
 
 
-def load_teacher(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig | None:
-    """Returns the teacher's config; None where the recipe has no teacher. Raises RecipeError where its tokenizer
-    differs from the student's `tokenizer`, or it has fewer embeddings than tokens."""
-    if not (path := recipe.distill.teacher):
-        return None
-    folder = config_folder(recipe.distill.model, KEY)
-    check_weights(recipe.distill.model, folder)
-    config = load_config(recipe.distill.model, folder, recipe.data.max_length, KEY)
-    theirs = load_tokenizer(folder, KEY)
+def check_teacher(
+    path: str, config: PreTrainedConfig, theirs: PreTrainedTokenizerBase, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Raises RecipeError where the tokenizer of a teacher, `theirs`, differs from the student's `tokenizer`, or its
+    `config` has fewer embeddings than tokens."""
     if (digest := digest_tokens(tokenizer)) != (their_digest := digest_tokens(theirs)):
         raise RecipeError(
             f"{KEY} = {path!r}: has another tokenizer than the student (vocabulary and merges {their_digest} there, "
@@ -33,7 +27,6 @@ def load_teacher(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrain
         )
     if len(theirs) > config.vocab_size:
         raise RecipeError(f"{KEY} = {path!r}: has {config.vocab_size} embeddings, its tokenizer {len(theirs)} tokens")
-    return config
 
 
 def digest_tokens(tokenizer: PreTrainedTokenizerBase) -> str:
