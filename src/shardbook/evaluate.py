@@ -29,7 +29,7 @@ from shardbook.recipe import Recipe, RecipeError
 from shardbook.run.build import allocate_state, build_sharded
 from shardbook.run.checkpoint.format import newest_checkpoint, step_of
 from shardbook.run.checkpoint.load import load_checkpoint
-from shardbook.run.directory import read_facts
+from shardbook.run.directory import first_day, read_facts
 from shardbook.run.eval.model import describe_rows, evaluation_recipe
 from shardbook.run.eval.observer import evaluate
 from shardbook.run.eval.reference import Reference
@@ -48,9 +48,8 @@ def evaluate_model(model: str, recipe: Recipe, run: Path | None, ranks: Ranks, i
     """Returns the held-out numbers of `model`, whose run directory is `run` where it has one, with what they are of;
     prints them where `is_shown`."""
     console, in_turn = Console(ranks.is_main and is_shown), partial(local_main_process_first, ranks)
-    broadcast_from_main(lambda: check_named(recipe, ranks.device.type))
     laid = lay_out_run(recipe, World(ranks.world_size, ranks.ranks_per_node, ranks.rank, ranks.device), in_turn)
-    job = prepare_job(laid, in_turn)
+    job = prepare_job(laid, in_turn, broadcast_from_main(lambda: first_day({}, "")))
     assert job.held_out is not None  # evaluation_recipe has seen to it
     if rows := describe_rows(recipe, run):
         console.print(f"rows     {rows}")
@@ -113,17 +112,17 @@ def main(words: list[str] | None = None) -> int:
         if not named:
             raise RecipeError("no model: python -m shardbook.evaluate MODEL [--json] [section.key=value ...]")
         recipe, run = evaluation_recipe(named[0], named[1:])
-        is_json = "--json" in given
+        is_json, output = "--json" in given, sys.stdout
 
         def show(ranks: Ranks) -> int:
             listen_no_more()  # a signal ends it at once: there is nothing to save
-            with redirect_stdout(sys.stderr) if is_json else nullcontext():  # whatever else is printed is not JSON
-                numbers = evaluate_model(named[0], recipe, run, ranks, not is_json)
+            numbers = evaluate_model(named[0], recipe, run, ranks, not is_json)
             if is_json and ranks.is_main:
-                print(json.dumps(numbers, indent=1), flush=True)
+                print(json.dumps(numbers, indent=1), file=output, flush=True)
             return DONE
 
-        return with_ranks(recipe, show)
+        with redirect_stdout(sys.stderr) if is_json else nullcontext():  # whatever else is printed is not JSON
+            return with_ranks(recipe, lambda ranks: check_named(recipe), show)
 
     return guard(story)
 

@@ -1,4 +1,4 @@
-"""The story of a run: prepare it, build it, start it, then the loop.
+"""The story of a run: rank 0 looks at its recipe (`main`); then prepare it, build it, start it, and the loop.
 
 Start it through a launcher (`shardbook train`, torchrun, accelerate launch) or alone as a world of one:
 `python -m shardbook.train RECIPE [section.key=value ...]`. A feature enters here as one call; if it needs a branch in
@@ -34,7 +34,7 @@ from shardbook.recipe import Recipe, RecipeError, find_recipe, flatten_recipe, l
 from shardbook.run.build import allocate_state, build_sharded
 from shardbook.run.checkpoint.format import TrainState, newest_checkpoint
 from shardbook.run.checkpoint.save import Saver, predict_bytes
-from shardbook.run.directory import environment, find_everywhere, open_everywhere
+from shardbook.run.directory import environment, find_run, open_everywhere
 from shardbook.run.eval.observer import Observer
 from shardbook.run.eval.reference import Reference
 from shardbook.run.job_summary import describe_job
@@ -55,10 +55,10 @@ from shardbook.run.synchronized_gc import synchronized_gc
 
 
 def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
-    """Runs `recipe` to its last step, or until it is asked to stop. Returns the exit code, DONE or PREEMPTED."""
+    """Runs `recipe`, which the preflight let in, to its last step, or until it is asked to stop. Returns the exit code,
+    DONE or PREEMPTED."""
     console, in_turn = Console(ranks.is_main), partial(local_main_process_first, ranks)
     check_same_on_all_ranks(environment() | flatten_recipe(recipe) | {"ranks of a node": ranks.ranks_per_node})
-    broadcast_from_main(lambda: preflight(recipe, recipe_path.stem, ranks))
     use_deterministic(recipe.train.deterministic)
     torch.manual_seed(recipe.train.seed + ranks.rank)  # for lora_dropout: each rank drops other elements
     stop = StopFlag().listen()
@@ -68,9 +68,9 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     recipe = laid.recipe
 
     # The run's newest checkpoint; then weights on this node, tokenizer and data; then the run's directory.
-    run, newest = find_everywhere(recipe.run, recipe_path)
+    run, newest = broadcast_from_main(lambda: find_run(recipe, recipe_path))
     console.print(f"run      {run.path}")
-    job = prepare_job(laid, in_turn, run.path, newest or recipe.train.resume_from_checkpoint)
+    job = prepare_job(laid, in_turn, run.day)
     if run.finished_steps >= job.steps:
         more = f"raise train.steps above {run.finished_steps}, or " * run.is_saved(newest)
         console.print(f"done     this run has finished its {run.finished_steps} steps; {more}choose another run.name")
@@ -99,7 +99,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     profile = Profile(run.path, recipe.train.profile_steps, ranks.rank)
     shown = console.start(state.step, job.steps)
     watch, gc_in_step = watch_steps(ranks, recipe.run.hang_seconds, log.warmup_steps), synchronized_gc()
-    with shown, profile, oom_guard, log, watch as finish_step, gc_in_step as collect:
+    with shown, profile, oom_guard, saver, log, watch as finish_step, gc_in_step as collect:
         if state.step == 0:
             observer.after(0)
         batches = BatchPrefetcher(job.loader, StepFlags(stop, saver))
@@ -145,7 +145,7 @@ def main(words: list[str] | None = None) -> int:
             raise RecipeError("no recipe: python -m shardbook.train RECIPE [section.key=value ...]")
         path = find_recipe(given[0])
         recipe = load_recipe(path, given[1:])
-        return with_ranks(recipe, partial(train, recipe, path))
+        return with_ranks(recipe, partial(preflight, recipe, path.stem), partial(train, recipe, path))
 
     return guard(story)
 

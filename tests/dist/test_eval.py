@@ -81,6 +81,22 @@ def test_ranks_evaluate_the_checkpoint_that_rank_0_finds(recipe):
     assert found["loss"] == pytest.approx(last(run)["loss"], rel=1e-6)
 
 
+def evaluate_stopped(words):
+    """A request to stop came to rank 1 while its process was being started."""
+    from shardbook.ranks import signals
+
+    signals.EARLY.append(signals.StopFlag(asked=os.environ["RANK"] == "1"))
+    return evaluate_rank(words)
+
+
+def test_a_program_reads_no_line_for_people(recipe, tiny):
+    """Where the evaluation was stopped before it began."""
+    line = "stopped  before anything was built; run the same command again\n"
+    words = [str(tiny / "model"), f"data={tiny}/chats.jsonl"]
+    for is_json, first in (([], (75, line, "")), (["--json"], (75, "", line))):
+        assert run_world(2, evaluate_stopped, [*words, *is_json]) == [first, (75, "", "")]
+
+
 def test_a_preference_has_accuracy_and_margin_against_its_reference(recipe, tmp_path):
     """From a checkpoint, whose run's reference is the model that it began with."""
     rows = write_pairs(tmp_path / "pairs.jsonl", 24)

@@ -150,6 +150,17 @@ def test_no_checkpoint_is_published_of_what_is_not_finite(recipe, mode):
             assert saved(recipe, f"{name}-{kind}") == ["step-000001", "step-000002"], error
 
 
+@pytest.mark.parametrize("mode", ["true", "wait"])
+def test_the_checkpoint_that_is_being_written_is_published_first(recipe, mode):
+    """That of step 2, which was finite. Step 3 ends the run before two sums of flags have told rank 0 to publish it."""
+    runs = {f"{name}-behind-{mode}": (*RUNS[name], "train.save_steps=1", f"train.async_save={mode}") for name in RUNS}
+    for errors in run_world(2, train_planted, recipe, runs, ("loss", "gradient")):
+        assert len(errors) == 2 * len(runs)
+        for (name, kind), error in errors.items():
+            assert error.startswith("step 3: train/loss is "), error
+            assert saved(recipe, f"{name}-{kind}") == ["step-000001", "step-000002"]
+
+
 OPTIMIZERS = {"adamw": (), "adamw_bf16": (), "lion": ("optim.betas=[0.9,0.99]",), "muon": ()}
 
 

@@ -6,7 +6,7 @@ import os
 import time
 
 import pytest
-from world import losses, run_train, run_world
+from world import losses, run_train, run_world, train_rank
 
 from shardbook.recipe import RecipeError, load_recipe
 
@@ -27,6 +27,16 @@ def test_a_trace_of_two_steps(recipe):
 def test_a_run_that_ends_inside_keeps_its_trace(recipe):
     run = run_train(1, recipe, "short", "train.steps=2", "train.profile_steps=[2,2]")
     assert (run / "profile" / "rank-0.json.gz").is_file()
+
+
+def test_each_rank_prints_where_its_profile_is(recipe):
+    words = ["run.name=printed", "train.steps=2", "train.profile_steps=[1,1]", "train.export=false"]
+    folder = recipe.parent / "printed" / "profile"
+    for rank, (code, out, err) in enumerate(run_world(2, train_rank, [str(recipe), *words])):
+        assert code == 0, err
+        lines = [line for line in out.splitlines() if line.startswith("profile ")]
+        assert lines == [f"profile  {folder}/rank-{rank}.json.gz, for ui.perfetto.dev"]
+        assert (folder / f"rank-{rank}.json.gz").is_file()
 
 
 @pytest.mark.parametrize("steps", ["[5]", "[3,2]", "[0,1]", "[1,2,3]", "[4,6]"])

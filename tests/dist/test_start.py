@@ -5,6 +5,7 @@ import os
 import platform
 import re
 import shutil
+import socket
 from datetime import timedelta
 
 import pytest
@@ -60,6 +61,28 @@ def test_a_rank_without_git_and_with_another_patch_of_python_is_no_other_start(r
     assert [code for code, _, _ in results] == [0, 0], results
     facts = json.loads((recipe.parent / "alike" / "run.json").read_text())
     assert facts["python"] == platform.python_version()
+
+
+def start_with_package(recipe):
+    """As if rank 0's machine had the package of the optimizer, and rank 1's had not."""
+    import dataclasses
+    import sys
+
+    from shardbook.optim.table import OPTIMIZERS
+
+    if os.environ["RANK"] == "0":
+        OPTIMIZERS["adamw_8bit"] = dataclasses.replace(OPTIMIZERS["adamw_8bit"], needs=None)
+    sys.modules["torchao"] = sys.modules["torchao.optim"] = None  # an ImportError where it is imported
+    return train_rank([str(recipe), "run.name=packages", "optim.name=adamw_8bit", "train.steps=1"])
+
+
+def test_each_rank_looks_for_the_package_of_its_optimizer(recipe):
+    place = f"shardbook: rank 1 on {socket.gethostname()}: optim.name = 'adamw_8bit': torchao cannot be used ("
+    way_out = "; pip install 'torchao>=0.18' (the extra `8bit`), or set optim.name=adamw_bf16\n"
+    for code, out, error in run_world(2, start_with_package, recipe):
+        assert code == 2 and not out and error.count("\n") == 1, error
+        assert error.startswith(place) and error.endswith(way_out), error
+    assert not (recipe.parent / "packages").exists()
 
 
 def errors_of(share, rank, error):

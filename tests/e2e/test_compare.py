@@ -232,6 +232,41 @@ def test_a_signal_before_a_variant_listens_stops_the_comparison(recipe):
 
 
 @pytest.mark.slow
+class SignalWhenListed(list):
+    """The processes of a comparison; a Ctrl-C comes as soon as a variant is one of them."""
+
+    def __setitem__(self, place, value):
+        super().__setitem__(place, value)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_signal_while_a_variant_is_started_reaches_it_once(tmp_path, monkeypatch, moment):
+    """A second Ctrl-C would end it without saving. The signal comes before or after the variant is listed."""
+    from shardbook import compare
+    from shardbook.ranks.launch import passing_signals
+
+    signals = []
+
+    class Variant(subprocess.Popen):
+        def __init__(self, command, **how):
+            super().__init__([sys.executable, "-c", ""], **how)
+            if moment == "before":
+                os.kill(os.getpid(), signal.SIGINT)
+
+        def poll(self):
+            return None
+
+        def send_signal(self, signum):
+            signals.append(signum)
+
+    monkeypatch.setattr(compare.subprocess, "Popen", Variant)
+    processes = SignalWhenListed() if moment == "after" else []
+    with passing_signals(processes) as passed:
+        assert compare.run_variant([], tmp_path / "log", "title", processes, *passed) == 0
+    assert signals == [signal.SIGINT]
+
+
 def test_a_second_ctrl_c_stops_the_comparison(recipe):
     process, _ = started(recipe, "twice")
     for line in process.stdout:

@@ -113,13 +113,13 @@ def compare(
     listed = {variant.folder: variant.name for variant in variants}
     (folder / LISTED).write_text(json.dumps(listed, indent=1) + "\n")
     codes, processes = {}, list[subprocess.Popen[Any]]()
-    with passing_signals(processes) as asked:
+    with passing_signals(processes) as (asked, told):
         for number, variant in enumerate(variants, 1):
             title = f"[{number}/{len(variants)}] {variant.name}"
             print(f"{title}: {' '.join(variant.words)}", flush=True)
             placed = (f"run.dir={folder}", f"run.name={variant.folder}", f"run.group={name}")
             command = [*("train", str(recipe_path)), *overrides, *variant.words, *placed, "--nproc", str(nproc)]
-            codes[variant] = run_variant(command, folder / f"{variant.folder}.log", title, processes, asked)
+            codes[variant] = run_variant(command, folder / f"{variant.folder}.log", title, processes, asked, told)
             if codes[variant] == PREEMPTED or asked:
                 print(f"stopped  in {variant.name}; continue with run.name={name}")
                 return PREEMPTED
@@ -153,10 +153,16 @@ def _check_same(run: Path, recipe: Recipe, nproc: int) -> None:
 
 
 def run_variant(
-    words: list[str], log: Path, title: str, processes: list[subprocess.Popen[Any]], asked: list[int]
+    words: list[str],
+    log: Path,
+    title: str,
+    processes: list[subprocess.Popen[Any]],
+    asked: list[int],
+    told: set[subprocess.Popen[Any]],
 ) -> int:
-    """Runs `shardbook` with `words` as the one of `processes`, to which signals are passed on, those `asked` before
-    too; keeps its output in `log` and prints its steps. Returns the exit code."""
+    """Runs `shardbook` with `words` as the one of `processes`, to which signals are passed on, the last one `asked`
+    before too; keeps its output in `log` and prints its steps. `told`: the processes that got a signal. Returns the
+    exit code."""
     with log.open("a") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", "shardbook.cli", *words],
@@ -167,7 +173,7 @@ def run_variant(
             env=os.environ | {LAUNCHER: str(os.getpid())},  # it ends when this process is gone
         )
         processes[:] = [process]
-        if asked:  # a signal came while it was being started
+        if asked and process not in told:  # a signal came while it was being started
             process.send_signal(asked[-1])
         for line in process.stdout or ():
             file.write(line)

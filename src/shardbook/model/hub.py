@@ -98,6 +98,15 @@ def loadable(path: str) -> str:
     return str(Path(path).resolve()) if Path(path).is_dir() else path
 
 
+def check_weights(model: Model, folder: Path) -> None:
+    """Raises RecipeError where a weights file of a `model` that is a local `folder` is missing, or broken at its
+    beginning."""
+    if model.init == "pretrained" and Path(model.path).is_dir():
+        for weights in weights_files(folder):
+            with weights.open("rb", buffering=0) as file:
+                read_header(weights, file)
+
+
 def config_folder(model: Model, what: str = "model.path") -> Path:
     """Returns the directory of the config; from the hub it fetches no weights. Raises RecipeError, which names the
     recipe key `what`."""

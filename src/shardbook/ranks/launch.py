@@ -100,7 +100,7 @@ def launch_ranks(
         check_alone(os.environ, module)
     watch_launcher()  # ends this process where its comparison is killed
     processes: list[subprocess.Popen[Any]] = []
-    with passing_signals(processes, _for_ranks) as asked:
+    with passing_signals(processes, _for_ranks) as (asked, _):
         while True:
             processes.clear()
             code = _run_ranks(nproc, [module, *words], nodes, processes, asked)
@@ -111,20 +111,22 @@ def launch_ranks(
 @contextlib.contextmanager
 def passing_signals(
     processes: list[subprocess.Popen[Any]], choose: Callable[[list[int]], int] = lambda asked: asked[-1]
-) -> Iterator[list[int]]:
+) -> Iterator[tuple[list[int], set[subprocess.Popen[Any]]]]:
     """Passes requests to stop that come inside on to the running `processes`, as the signal that `choose` returns of
-    all that came. Yields the list of these: a process that is started after one did not get it."""
-    asked: list[int] = []
+    all that came. Yields the list of these and the processes that got one: a process that is started after one did
+    not."""
+    asked, told = list[int](), set[subprocess.Popen[Any]]()
 
     def pass_on(signum: int, frame: FrameType | None) -> None:
         asked.append(signum)
         for process in processes:
             if process.poll() is None:
                 process.send_signal(choose(asked))
+                told.add(process)
 
     before = {signum: signal.signal(signum, pass_on) for signum in STOPS}
     try:
-        yield asked
+        yield asked, told
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)

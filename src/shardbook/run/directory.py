@@ -47,6 +47,7 @@ class RunDirectory:
     finished_steps: int  # 0: not finished
     is_held: bool  # locked by this process; a directory that is yet to be made is not
     token: str = ""  # of this launch, in the lock
+    day: str = ""  # that its chat template reads
 
     @property
     def checkpoints(self) -> Path:
@@ -121,15 +122,16 @@ class RunDirectory:
         if newest and step_of(newest) > steps:
             ends = f"its newest checkpoint is of step {step_of(newest)}, and the recipe ends at step {steps}"
             raise RecipeError(f"run {self.path}: {ends}; raise train.steps, or choose another run.name")
-        gone = find_gone(_read_resolved(self.path / "resolved.toml") if newest else {})
+        resolved = _read_resolved(self.path / "resolved.toml") if newest else {}
+        gone = find_gone(resolved)
         for name, (default, way_out) in GONE.items():
             if gone.get(name, default) != default:
                 raise RecipeError(
                     f"run {self.path}: {name} was {gone[name]!r} there, which is not a key any more ({way_out}); "
                     f"choose another run.name, with train.resume_from_checkpoint={newest} to go on from there"
                 )
-        now, before = flatten_recipe(recipe), _read_minimised(self.path / "resolved.toml") if newest else {}
-        for name, value in before.items():
+        now = flatten_recipe(recipe)
+        for name, value in _minimised(resolved).items():
             if now.get(name, value) != value:
                 raise RecipeError(
                     f"run {self.path}: {name} was {value!r} there, is {now[name]!r} here; a run keeps what it "
@@ -139,13 +141,6 @@ class RunDirectory:
     def finish(self, steps: int) -> None:
         """Records that the run did all its steps and wrote all its results."""
         _write_facts(self.path, read_facts(self.path) | {"finished_steps": steps})
-
-
-def find_everywhere(run: Run, recipe_path: Path) -> tuple[RunDirectory, Path | None]:
-    """Returns the directory of a run, as rank 0 finds it or would make it, and its newest checkpoint. Raises
-    RecipeError as `find_run` does. Collective."""
-    run_directory = broadcast_from_main(lambda: find_run(run, recipe_path))
-    return run_directory, broadcast_from_main(lambda: newest_checkpoint(run_directory.checkpoints))
 
 
 def open_everywhere(run: RunDirectory, steps: int, newest: Path | None, recipe: Recipe, saved: int) -> None:
@@ -175,15 +170,17 @@ def newest_step(run: Run, name: str) -> int:
     return step_of(newest) if newest else 0
 
 
-def find_run(run: Run, recipe_path: Path) -> RunDirectory:
-    """Returns the directory of a run, which is locked until this process ends if it is there. One rank calls it. Raises
-    RecipeError where another process holds it."""
-    name = name_run(run, recipe_path)
-    path = Path(run.dir).expanduser() / name
+def find_run(recipe: Recipe, recipe_path: Path) -> tuple[RunDirectory, Path | None]:
+    """Returns the directory of a run, which is locked until this process ends if it is there, and its newest
+    checkpoint. One rank calls it. Raises RecipeError where another process holds it."""
+    name = name_run(recipe.run, recipe_path)
+    path = Path(recipe.run.dir).expanduser() / name
     token = secrets.token_hex(8)
     if is_there := path.is_dir():
         _hold(path, token)
-    return RunDirectory(name, path, read_facts(path).get("finished_steps", 0), is_there, token)
+    facts, newest = read_facts(path), newest_checkpoint(path / "checkpoints")
+    day = first_day(facts, newest or recipe.train.resume_from_checkpoint)
+    return RunDirectory(name, path, facts.get("finished_steps", 0), is_there, token, day), newest
 
 
 def check_run_directory(run: Run) -> None:
@@ -262,21 +259,19 @@ def read_facts(run: Path) -> dict[str, Any]:
         raise RecipeError(f"{file}: damaged ({first_line(error)}); choose another run.name") from None
 
 
-def _read_minimised(file: Path) -> dict[str, Any]:
-    """Returns the keys that decide a run's loss, by section.key, from its resolved recipe `file`. Keys newer than the
-    file are absent, and so are the teacher's name and revision: the checkpoint has its digest. Raises RecipeError where
-    damaged."""
-    kept = _read_resolved(file)
+def _minimised(kept: dict[str, Any]) -> dict[str, Any]:
+    """Returns the keys that decide a run's loss, by section.key, from its resolved recipe. Keys newer than that are
+    absent, and so are the teacher's name and revision: the checkpoint has its digest."""
     sections = {f"{s}.{key}": value for s in ("preference", "distill") for key, value in kept.get(s, {}).items()}
     for name in ("distill.teacher", "distill.teacher_revision"):
         sections.pop(name, None)
     return {"method": kept["method"], **sections} if "method" in kept else sections
 
 
-def first_day(run: Path | None, checkpoint: Path | str) -> str:
-    """Returns the day that the chat template reads: that of the directory `run`, else that of the run of `checkpoint`,
+def first_day(facts: dict[str, Any], checkpoint: Path | str) -> str:
+    """Returns the day that the chat template reads: that in the `facts` of a run, else that of the run of `checkpoint`,
     which it begins with; that of today for a run that begins."""
-    if run and (day := read_facts(run).get(DAY)):
+    if day := facts.get(DAY):
         return str(day)
     path = Path(checkpoint).expanduser()
     for way in (path.absolute(), path.resolve()) if checkpoint else ():  # either may be behind a link

@@ -1,22 +1,18 @@
-"""Preflight: a look at all that a recipe names, before anything large is fetched, read or allocated.
+"""Preflight: a look at what a recipe names, before its model is asked for and anything is read or allocated.
 
-Invariant: rank 0 looks, and every rank is told (`broadcast_from_main`); a dry run looks in its own process. Nothing is
-made, and of a model only its small files are fetched. Rows are looked at where they are read (prepare.py).
+Invariant: rank 0 looks, and every rank is told (`with_ranks`); a dry run looks in its own process. Nothing is made or
+fetched. What each rank reads, the model's small files and rows, is looked at where it is read, once (prepare.py).
 """
 
 from pathlib import Path
 
 from shardbook.data.find import find_sources, read_template
-from shardbook.model import embedded
-from shardbook.model.families import load_config
-from shardbook.model.hub import config_folder, read_header, tokenizer_folder, weights_files
-from shardbook.optim.table import OPTIMIZERS
 from shardbook.plan.cluster import build_planner
 from shardbook.plan.hardware import ROOM, build_cluster
 from shardbook.plan.peak import GB
 from shardbook.ranks.distributed import Ranks
 from shardbook.ranks.machine import gpu_bytes, memory_bytes, too_large
-from shardbook.recipe import Model, Recipe, RecipeError
+from shardbook.recipe import Recipe, RecipeError
 from shardbook.run.directory import check_run_directory
 from shardbook.run.log.trackers import check_installed
 from shardbook.run.result.hub import check_push
@@ -27,23 +23,21 @@ def preflight(recipe: Recipe, name: str, ranks: Ranks) -> None:
     step takes more memory than they have, or `check_run` refuses."""
     if recipe.hardware.memory_gb:  # before a hub is asked for the model
         check_peak(recipe, name, ranks.world_size, ranks.ranks_per_node)
-    check_run(recipe, ranks.device.type)
+    check_run(recipe)
 
 
-def check_run(recipe: Recipe, device_type: str) -> None:
+def check_run(recipe: Recipe) -> None:
     """Raises RecipeError where a run of `recipe` cannot begin: a tracker is not installed, the run's directory cannot
     be made, its result not be pushed, or `check_named` refuses what it reads."""
     check_installed(recipe.run)
     check_run_directory(recipe.run)
     check_push(recipe.train)
-    check_named(recipe, device_type)
+    check_named(recipe)
 
 
-def check_named(recipe: Recipe, device_type: str) -> None:
-    """Raises RecipeError where something that `recipe` names is missing, of another kind, or broken at its beginning:
-    the optimizer's package, the template, sources of data, checkpoints, models and their configs."""
-    if needs := OPTIMIZERS[recipe.optim.name].needs:
-        needs(device_type)
+def check_named(recipe: Recipe) -> None:
+    """Raises RecipeError where the template, a source of data, an adapter or a checkpoint that `recipe` names is
+    missing, of another kind, or broken at its beginning."""
     read_template(recipe.data.chat_template)
     find_sources(recipe.data.train, "data.train")
     if recipe.data.eval:
@@ -52,22 +46,6 @@ def check_named(recipe: Recipe, device_type: str) -> None:
     for key, path in beside.items():
         if path and not Path(path).expanduser().is_dir():
             raise RecipeError(f"{key} = {path!r}: no such directory")
-    _check_model(recipe.model, recipe.data.max_length, "model.path")
-    if recipe.distill.teacher:
-        _check_model(recipe.distill.model, recipe.data.max_length, "distill.teacher")
-    if recipe.model.tokenizer:
-        tokenizer_folder(recipe.model)
-
-
-def _check_model(model: Model, max_length: int, what: str) -> None:
-    if model.path in embedded.MODELS:  # it is converted once, which takes long
-        return
-    folder = config_folder(model, what)
-    if model.init == "pretrained" and Path(model.path).is_dir():
-        for weights in weights_files(folder):
-            with weights.open("rb", buffering=0) as file:
-                read_header(weights, file)
-    load_config(model, folder, max_length, what)
 
 
 def check_peak(recipe: Recipe, name: str, ranks: int, ranks_per_node: int) -> None:

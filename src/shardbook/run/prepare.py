@@ -1,20 +1,22 @@
 """The set-up of a run: computes, and refuses, everything that can be known before anything large is allocated.
 
 Invariant: the same two calls prepare `shardbook train` and its rehearsal, so a dry run shows what a run does.
-`lay_out_run` needs the model's config alone; `prepare_job` reads the tokenizer and the data and, on the ranks of a run,
-fetches the weights to this node.
+`lay_out_run` reads the configs and the tokenizer; `prepare_job` reads the data and, on the ranks of a run, fetches the
+weights to this node. What a rank reads it reads once.
 """
 
 import math
+import socket
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from shardbook.data.encoding import digest_tokenizer, load_tokenizer
 from shardbook.data.loader import Batching, Loader, choose_batching
@@ -25,11 +27,12 @@ from shardbook.model.attention import head_size
 from shardbook.model.causal_lm import Flops, count_flops
 from shardbook.model.families import load_config
 from shardbook.model.flash import choose_flash, current_flash, use_flash
-from shardbook.model.hub import config_folder, model_folder, tokenizer_folder
+from shardbook.model.hub import check_weights, config_folder, model_folder, tokenizer_folder
 from shardbook.model.laid_out import LaidOut, World, lay_out
 from shardbook.model.selfcheck import check_family, remember
 from shardbook.model.stored import digest_ends
 from shardbook.objectives import Objective, build_objective
+from shardbook.optim.table import OPTIMIZERS
 from shardbook.plan.formulas import predict_memory_metrics
 from shardbook.plan.hardware import HOST_ROOM
 from shardbook.plan.measure_blocks import KNOWN_BLOCKS, Unmeasured
@@ -37,22 +40,28 @@ from shardbook.plan.peak import GB, Peak, predict_fullest, predict_peak
 from shardbook.plan.smallest_change import NONE_FITS, smallest_change
 from shardbook.plan.speed import predict_perf_metrics
 from shardbook.ranks.distributed import broadcast_from_main, check_same_on_all_ranks
-from shardbook.recipe import Recipe, RecipeError, resolve_precision, with_settings
-from shardbook.run.directory import first_day
+from shardbook.recipe import Model, Recipe, RecipeError, resolve_precision, with_settings
 from shardbook.run.prompts import Prompts, build_prompts
-from shardbook.run.teacher import load_teacher
+from shardbook.run.teacher import KEY, check_teacher
 from shardbook.terminal import print_line
 
 InTurn = Callable[[], AbstractContextManager[None]]  # around reads of files: a node's first rank before the others
 
 
 @dataclass(frozen=True)
-class Job(LaidOut):
+class LaidOutRun(LaidOut):
+    """A run that is laid out, with what was read for that."""
+
+    folder: Path  # of the config; in a Job that is no rehearsal's, of the weights
+    tokenizer: PreTrainedTokenizerBase
+    tokenizer_folder: Path
+
+
+@dataclass(frozen=True)
+class Job(LaidOutRun):
     """A run that is ready to begin: its objective, data and steps, and the predictions for it."""
 
     objective: Objective
-    folder: Path  # of the weights; in a rehearsal, of the config
-    tokenizer: PreTrainedTokenizerBase
     documents: Documents
     held_out: Documents | None
     prompts: Prompts
@@ -65,21 +74,46 @@ class Job(LaidOut):
     forecast: dict[str, float | int]  # predicted metrics
 
 
-def lay_out_run(recipe: Recipe, world: World, in_turn: InTurn = nullcontext) -> LaidOut:
+def lay_out_run(recipe: Recipe, world: World, in_turn: InTurn = nullcontext) -> LaidOutRun:
     """Returns `recipe` laid out on `world`, whose device computes attention by the implementation for it from then on.
-    Fetches nothing large. Raises RecipeError where recipe, device, model and mesh contradict each other, or ranks
-    would compute attention by different ones."""
+    Reads configs and the tokenizer; fetches nothing large. Raises RecipeError where one of them, a local weights file
+    or the optimizer's package is missing or broken, recipe, device, model and mesh contradict each other, or ranks
+    would compute attention by different implementations."""
     recipe = resolve_precision(recipe, world.device_type)
     with in_turn():
-        config = load_config(recipe.model, config_folder(recipe.model), recipe.data.max_length)
+        _check_optimizer(recipe.optim.name, world)
+        folder, tokenizer_at = config_folder(recipe.model), tokenizer_folder(recipe.model)
+        config = _read_config(recipe.model, folder, recipe.data.max_length, "model.path")
+        tokenizer = load_tokenizer(tokenizer_at, "model.tokenizer", recipe.data.chat_template)
+        check_vocabulary(tokenizer, config)
+        teacher = None
+        if path := recipe.distill.teacher:
+            teacher_folder = config_folder(recipe.distill.model, KEY)
+            teacher = _read_config(recipe.distill.model, teacher_folder, recipe.data.max_length, KEY)
+            check_teacher(path, teacher, load_tokenizer(teacher_folder, KEY), tokenizer)
     if dist.is_initialized():  # a second on one rank, not on each
         remember(config, broadcast_from_main(lambda: check_family(config)))
-    with in_turn():
-        teacher = load_teacher(recipe)
     laid = lay_out(recipe, world, config, teacher)
     if world.device:
         _switch_flash(laid, world.device)
-    return laid
+    return LaidOutRun(**vars(laid), folder=folder, tokenizer=tokenizer, tokenizer_folder=tokenizer_at)
+
+
+def _read_config(model: Model, folder: Path, max_length: int, what: str) -> PreTrainedConfig:
+    """Returns the config in `folder`, of the model that the recipe key `what` names. Raises RecipeError where it cannot
+    be trained, or a local weights file is missing or broken at its beginning."""
+    check_weights(model, folder)
+    return load_config(model, folder, max_length, what)
+
+
+def _check_optimizer(name: str, world: World) -> None:
+    """Raises RecipeError, which names this rank and its host, where a package that the optimizer needs is missing."""
+    try:
+        if needs := OPTIMIZERS[name].needs:
+            needs(world.device_type)
+    except RecipeError as error:
+        place = f"rank {world.rank} on {socket.gethostname()}: " * (world.device is not None)
+        raise RecipeError(f"{place}{error}") from error
 
 
 def _switch_flash(laid: LaidOut, device: torch.device) -> None:
@@ -92,24 +126,16 @@ def _switch_flash(laid: LaidOut, device: torch.device) -> None:
         check_same_on_all_ranks({"flash attention": current_flash()})
 
 
-def prepare_job(
-    laid: LaidOut, in_turn: InTurn = nullcontext, run: Path | None = None, checkpoint: Path | str = ""
-) -> Job:
-    """Returns the job of a run that is laid out: weights on this node (not for a rehearsal), tokenizer, every row of
-    the data, and predictions. `run`: its directory; `checkpoint`: that it begins with. Raises RecipeError where one is
-    missing or contradicts the others."""
+def prepare_job(laid: LaidOutRun, in_turn: InTurn = nullcontext, day: str = "") -> Job:
+    """Returns the job of a run that is laid out: weights on this node (not for a rehearsal), every row of the data, and
+    predictions. `day`: that its chat template reads (empty: today). Raises RecipeError where one is missing or
+    contradicts the others."""
     recipe, world, config, layout = laid.recipe, laid.world, laid.config, laid.layout
-    day = (
-        broadcast_from_main(lambda: first_day(run, checkpoint)) if dist.is_initialized() else first_day(run, checkpoint)
-    )
-    sequences, micros = recipe.sequences, recipe.train.gradient_accumulation_steps
+    tokenizer, folder, sequences = laid.tokenizer, laid.folder, recipe.sequences
+    micros = recipe.train.gradient_accumulation_steps
+    recipe = _with_day(recipe, tokenizer, day)
     with in_turn():
-        tokenizer_at = tokenizer_folder(recipe.model)
-        tokenizer = load_tokenizer(tokenizer_at, "model.tokenizer", recipe.data.chat_template)
-        check_vocabulary(tokenizer, config)
-        recipe = _with_day(recipe, tokenizer, day)
-        parts = documents, held_out = build_documents(recipe.data, tokenizer, tokenizer_at, sequences)
-        folder = config_folder(recipe.model)
+        parts = documents, held_out = build_documents(recipe.data, tokenizer, laid.tokenizer_folder, sequences)
         prompts = build_prompts(recipe, config, tokenizer, folder, held_out or documents)
         if world.device:  # last: a row that cannot be trained is refused before weights are fetched
             folder = model_folder(recipe.model)
@@ -137,10 +163,10 @@ def prepare_job(
         no_plan_reason = str(error)
     forecast |= predict_memory_metrics(layout, recipe.optim.name, asdict(peak) if peak else {}, micros)
     objective = build_objective(recipe.method, recipe.preference, recipe.distill)
-    data = {"folder": folder, "tokenizer": tokenizer, "documents": documents, "held_out": held_out, "prompts": prompts}
-    how: dict[str, Any] = data | {"objective": objective, "batching": batching, "loader": loader, "steps": steps}
-    outlook: dict[str, Any] = {"peak": peak, "no_plan_reason": no_plan_reason, "forecast": forecast}
-    return Job(**vars(laid) | {"recipe": recipe}, **how, **outlook, flops=flops)
+    data: dict[str, Any] = {"folder": folder, "documents": documents, "held_out": held_out, "prompts": prompts}
+    how = data | {"objective": objective, "batching": batching, "loader": loader, "steps": steps}
+    outlook = {"peak": peak, "no_plan_reason": no_plan_reason, "forecast": forecast}
+    return Job(**vars(laid) | {"recipe": recipe, "flops": flops} | how | outlook)
 
 
 def _check_same_files(
@@ -166,7 +192,7 @@ def _with_day(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, day: str) -> R
     same on all ranks, and after each restart."""
     if recipe.data.chat_template_date or CLOCK not in str(tokenizer.chat_template):
         return recipe
-    changed: Recipe = with_settings(recipe, {"data.chat_template_date": day})
+    changed: Recipe = with_settings(recipe, {"data.chat_template_date": day or f"{date.today()}"})
     return changed
 
 

@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from shardbook.comm.torch_private import record_memory, write_memory_snapshot
 from shardbook.ranks.progress import long_phase
+from shardbook.terminal import print_line
 
 EVENTS = 200_000  # the last allocations and frees, which a memory snapshot holds
 
@@ -46,10 +47,11 @@ class Profile(AbstractContextManager["Profile"]):
         assert running
         running.stop()
         self.folder.mkdir(exist_ok=True)
-        running.export_chrome_trace(str(self.folder / f"rank-{self.rank}.json.gz"))
+        running.export_chrome_trace(str(trace := self.folder / f"rank-{self.rank}.json.gz"))
         if torch.cuda.is_available():
             write_memory_snapshot(str(self.folder / f"rank-{self.rank}-memory.pickle"))
             record_memory(None)
+        print_line(f"profile  {trace}, for ui.perfetto.dev", any_rank=True)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if self.running:  # the run ends, or fails, inside of the profiled steps

@@ -2,16 +2,18 @@
 
 from collections.abc import Callable
 
-from shardbook.ranks.distributed import Ranks, start_distributed, stop_distributed, sum_over_ranks
+from shardbook.ranks.distributed import Ranks, broadcast_from_main, start_distributed, stop_distributed, sum_over_ranks
 from shardbook.ranks.exits import FAILED, PREEMPTED, WRONG, report_error
 from shardbook.ranks.signals import asked_early
 from shardbook.recipe import Recipe, RecipeError
 from shardbook.run.log.console import Console
 
 
-def with_ranks(recipe: Recipe, story: Callable[[Ranks], int]) -> int:
-    """Returns the exit code of `story` on all ranks of a run; PREEMPTED where one was asked to stop before they met."""
+def with_ranks(recipe: Recipe, look: Callable[[Ranks], None], story: Callable[[Ranks], int]) -> int:
+    """Returns the exit code of `story` on all ranks of a run, once rank 0 has taken a `look` at what the recipe names:
+    all ranks raise what that refuses. PREEMPTED where one was asked to stop by then."""
     ranks = start_distributed(recipe.run.lost_seconds, recipe.run.hang_seconds)
+    broadcast_from_main(lambda: look(ranks))
     if sum_over_ranks(asked_early())[0]:
         Console(ranks.is_main).print("stopped  before anything was built; run the same command again")
         code = PREEMPTED

@@ -5,6 +5,7 @@ from pathlib import Path
 from shardbook.model.laid_out import World
 from shardbook.recipe import Recipe
 from shardbook.run.checkpoint.format import newest_checkpoint
+from shardbook.run.directory import first_day, read_facts
 from shardbook.run.job_summary import describe_job
 from shardbook.run.log.console import Console
 from shardbook.run.preflight import check_run
@@ -15,7 +16,7 @@ from shardbook.terminal import readable_bytes
 def rehearse(recipe: Recipe, world_size: int, ranks_per_node: int) -> None:
     """Prepares `recipe` as `world_size` ranks on GPUs would, up to its weights: config, layout, optimizer, tokenizer,
     every row of the data, and one step on fake tensors. Raises RecipeError where the run would."""
-    check_run(recipe, "cuda")
+    check_run(recipe)
     console = Console(is_main=True)
     console.print(
         f"dry run  as on {world_size} GPUs, which compute in bf16 where precision.params is auto; a CPU's in fp32"
@@ -23,7 +24,8 @@ def rehearse(recipe: Recipe, world_size: int, ranks_per_node: int) -> None:
     run = Path(recipe.run.dir).expanduser() / recipe.run.name if recipe.run.name else None
     checkpoint = newest_checkpoint(run / "checkpoints") if run else None
     laid = lay_out_run(recipe, World(world_size, ranks_per_node))
-    job = prepare_job(laid, run=run, checkpoint=checkpoint or recipe.train.resume_from_checkpoint)
+    day = first_day(read_facts(run) if run else {}, checkpoint or recipe.train.resume_from_checkpoint)
+    job = prepare_job(laid, day=day)
     console.show(describe_job(job))
     from shardbook.plan.simulate import simulate_step  # makes a process group, and loads fake tensors' modules
 

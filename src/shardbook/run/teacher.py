@@ -6,10 +6,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from shardbook.data.encoding import load_tokenizer
 from shardbook.model.adapters import digest_weights
-from shardbook.model.families import load_config
-from shardbook.model.hub import config_folder, model_folder, tokenizer_folder
+from shardbook.model.hub import model_folder
 from shardbook.model.weights import load_weights
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.recipe import Recipe, RecipeError
@@ -17,22 +15,18 @@ from shardbook.recipe import Recipe, RecipeError
 KEY = "distill.teacher"
 
 
-def load_teacher(recipe: Recipe) -> PreTrainedConfig | None:
-    """Returns the teacher's config; None where the recipe has no teacher. Raises RecipeError where its tokenizer
-    differs from the student's, or it has fewer embeddings than tokens."""
-    if not (path := recipe.distill.teacher):
-        return None
-    folder = config_folder(recipe.distill.model, KEY)
-    config = load_config(recipe.distill.model, folder, recipe.data.max_length, KEY)
-    ours, theirs = load_tokenizer(tokenizer_folder(recipe.model), "model.tokenizer"), load_tokenizer(folder, KEY)
-    if (digest := digest_tokens(ours)) != (their_digest := digest_tokens(theirs)):
+def check_teacher(
+    path: str, config: PreTrainedConfig, theirs: PreTrainedTokenizerBase, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Raises RecipeError where the tokenizer of a teacher, `theirs`, differs from the student's `tokenizer`, or its
+    `config` has fewer embeddings than tokens."""
+    if (digest := digest_tokens(tokenizer)) != (their_digest := digest_tokens(theirs)):
         raise RecipeError(
             f"{KEY} = {path!r}: has another tokenizer than the student (vocabulary and merges {their_digest} there, "
             f"{digest} here), so its tokens mean something else; choose a teacher of the student's family"
         )
     if len(theirs) > config.vocab_size:
         raise RecipeError(f"{KEY} = {path!r}: has {config.vocab_size} embeddings, its tokenizer {len(theirs)} tokens")
-    return config
 
 
 def digest_tokens(tokenizer: PreTrainedTokenizerBase) -> str:

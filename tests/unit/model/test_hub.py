@@ -9,9 +9,10 @@ from huggingface_hub.utils import filter_repo_objects
 from tiny import write_model
 
 from shardbook.model.hub import config_folder, model_folder, tokenizer_folder
+from shardbook.model.laid_out import World
 from shardbook.recipe import Distill, Model, RecipeError, parse_recipe
-from shardbook.run.preflight import check_named
-from shardbook.run.teacher import fill_teacher, load_teacher
+from shardbook.run.prepare import lay_out_run
+from shardbook.run.teacher import fill_teacher
 
 BESIDE = ["config.json", "tokenizer.json", "tokenizer_config.json", "README.md"]
 COPIES = ["consolidated.safetensors", "original/model-00001-of-00001.safetensors", "original/params.json"]
@@ -68,8 +69,8 @@ def test_a_damaged_index_is_named(hub):
         model_folder(Model(path="owner/name"))
 
 
-def test_a_teacher_is_fetched_at_its_revision(monkeypatch):
-    """By each that fetches it: the preflight, the ranks for its config and tokenizer, and for its weights."""
+def test_a_teacher_is_fetched_at_its_revision(tiny, monkeypatch):
+    """By each that fetches it: for its config and tokenizer, and for its weights."""
     asked = []
 
     def snapshot_download(repo, revision, allow_patterns):
@@ -84,16 +85,12 @@ def test_a_teacher_is_fetched_at_its_revision(monkeypatch):
         "distill.teacher_revision=1a2b3c",
         "train.steps=1",
     ]
-    recipe = parse_recipe("", "a recipe", words)
+    recipe = parse_recipe("", "a recipe", [*words, f"model.path={tiny / 'model'}", "data.max_length=64"])
     sharded = SimpleNamespace(model=SimpleNamespace(teacher=object()))
-    for fetch in (
-        load_teacher,
-        lambda recipe: check_named(recipe, "cpu"),
-        lambda recipe: fill_teacher(sharded, recipe),
-    ):
+    for fetch in (lambda recipe: lay_out_run(recipe, World(1, 1)), lambda recipe: fill_teacher(sharded, recipe)):
         with pytest.raises(RecipeError, match=r"distill.teacher = 'owner/name': the hub did not give it"):
             fetch(recipe)
-    assert asked == ["1a2b3c"] * 3 and Distill(teacher="owner/name").model.revision == "main"
+    assert asked == ["1a2b3c"] * 2 and Distill(teacher="owner/name").model.revision == "main"
 
 
 def test_a_hub_id_is_its_snapshot(tmp_path, monkeypatch):

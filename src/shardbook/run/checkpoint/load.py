@@ -11,6 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -165,6 +166,8 @@ class ItemReader:
         shared = [(file, item, cut, local) for file, item in rows if (cut := overlap(box, item))]
         if (count := sum(cut.numel for _, _, cut, _ in shared)) != box.numel:
             raise damaged(self.path, "", f"{name}: it has {count:,} of {box.numel:,} elements")
+        if not are_disjoint([cut for _, _, cut, _ in shared]):
+            raise damaged(self.path, "", f"{name}: some of its {box.numel:,} elements are there twice, others are not")
         return shared
 
     def _read(self, file: str, opened: Any, item: Item, cut: Cut, target: Tensor) -> None:
@@ -185,6 +188,21 @@ class ItemReader:
         for part in parts:
             part.copy_(_view(stored[at : at + part.nbytes], part.dtype, list(part.shape)))
             at += part.nbytes
+
+
+def are_disjoint(cuts: list[Cut]) -> bool:
+    """Returns whether no two of `cuts` share an element of the first box. Their edges divide it into cells, of which
+    each cut covers some: where ranks cut a tensor as a grid, there are as many cells as cuts."""
+    if len(cuts) < 2:
+        return True
+    slices = list(zip(*(cut.of_first for cut in cuts), strict=True))  # by dim
+    edges = [sorted({edge for each in of_dim for edge in (each.start, each.stop)}) for of_dim in slices]
+    numbers = [{edge: number for number, edge in enumerate(of_dim)} for of_dim in edges]
+    counts = np.zeros([len(of_dim) - 1 for of_dim in edges], np.int32)
+    for cut in cuts:
+        cells = zip(numbers, cut.of_first, strict=True)
+        counts[tuple(slice(number[each.start], number[each.stop]) for number, each in cells)] += 1
+    return bool(counts.max() <= 1)
 
 
 def _has_layout(piece: Tensor, item: Item) -> bool:

@@ -7,7 +7,7 @@ is published, as where a number is not finite.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import prod
@@ -41,7 +41,7 @@ from shardbook.run.checkpoint import disk
 from shardbook.run.checkpoint.async_save import AsyncSave, Items, StagedItems
 from shardbook.run.checkpoint.format import Facts, TrainState, begin, in_gb, name_of, publish, write_items
 from shardbook.run.directory import RunDirectory
-from shardbook.run.log.step_log import StepLog
+from shardbook.run.log.step_log import NotFinite, StepLog
 from shardbook.run.prepare import Job
 from shardbook.terminal import print_line
 
@@ -60,8 +60,9 @@ EVERY = (Exception,)  # of one rank they are raised on all: whatever work on fil
 
 
 @dataclass
-class Saver:
-    """Writes the checkpoints of a run that began at step `saved`. All ranks make the same calls."""
+class Saver(AbstractContextManager["Saver"]):
+    """Writes the checkpoints of a run that began at step `saved`. All ranks make the same calls. As a context it
+    publishes the checkpoint that is being written where a later step is not finite, before the run ends by that."""
 
     run: RunDirectory
     job: Job
@@ -92,6 +93,11 @@ class Saver:
         reason = f"no memory for a copy of what a node saves ({in_gb(needed)}): steps wait for checkpoints"
         print_line(f"warning  train.async_save = 'auto': {reason}")
         return False
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, NotFinite) and self.async_save:  # on all ranks alike, else they would wait for each other
+            with suppress(RunFailed):  # the run ends by its own error
+                self.async_save.finish()
 
     def is_due(self, step: int) -> bool:
         return is_due(step, self.train.save_steps)

@@ -120,6 +120,10 @@ class Pending:
     timer: StepTimer | None = None  # of this step and those since the last logged one; None where it is not logged
 
 
+class NotFinite(RunFailed):
+    """The error of a step with a number that is not finite. All ranks raise it at the same place."""
+
+
 class StepLog(contextlib.AbstractContextManager["StepLog"]):
     """Measures the steps inside and writes their rows. All ranks make the same calls: `begin` a step, `end` it."""
 
@@ -165,7 +169,7 @@ class StepLog(contextlib.AbstractContextManager["StepLog"]):
     def end(self, state: TrainState, terms: list[Tensor], norm: Tensor, rate: float) -> None:
         """Ends a step, of which `run_step` returned `terms`, with the `norm` of its gradients and its learning `rate`:
         sends its numbers to the host, and writes the row of the step before. Call it before gradients are freed: their
-        bytes are measured. Raises RunFailed where that step has a number that is not finite. Collective."""
+        bytes are measured. Raises NotFinite where that step has a number that is not finite. Collective."""
         if self.ledger.close():
             self.console.show_traffic(self.ledger.traffic, self.predicted)
         sums = self.job.objective.add_up(terms, self.ranks.device) / self.job.layout.tp_size
@@ -188,7 +192,7 @@ class StepLog(contextlib.AbstractContextManager["StepLog"]):
         return known | self._memory | peak_metrics() | self.sharded.take_metrics() | sent
 
     def finish_last(self) -> None:
-        """Writes and shows the row of the last step, unless it is written. Raises RunFailed where the step has a number
+        """Writes and shows the row of the last step, unless it is written. Raises NotFinite where the step has a number
         that is not finite, on all ranks alike: the sums are the same. Waits for that step; collective where it
         raises."""
         if self.pending:
@@ -205,7 +209,7 @@ class StepLog(contextlib.AbstractContextManager["StepLog"]):
         self.console.show_step(pending.step, row)
 
     def _check(self, pending: Pending, gathers: bool) -> Metrics:
-        """Returns the numbers that all ranks have of a step, by name. Raises RunFailed where one is not finite. Asks
+        """Returns the numbers that all ranks have of a step, by name. Raises NotFinite where one is not finite. Asks
         the other ranks for its rows where it `gathers`."""
         numbers = [number for tensor in pending.values for number in tensor.tolist()]
         if not numbers:
@@ -215,7 +219,7 @@ class StepLog(contextlib.AbstractContextManager["StepLog"]):
             is_usual = LOSS in broken or NORM in broken
             what = f"{LOSS} is {row[LOSS]} and {NORM} {row[NORM]}" if is_usual else f"{broken[0]} is {row[broken[0]]}"
             rows = self._locate(pending, gathers) if is_usual else "[preference], [distill] and its rows"
-            raise RunFailed(f"step {pending.step}: {what}; lower optim.learning_rate, or look at {rows}")
+            raise NotFinite(f"step {pending.step}: {what}; lower optim.learning_rate, or look at {rows}")
         return row
 
     def _locate(self, pending: Pending, gathers: bool) -> str:

@@ -45,15 +45,15 @@ def export_result(
     """Writes a finished run's result to `out`: a model that transformers loads, or an adapter that peft loads.
     Collective; the rank with `write` writes."""
     model: Any = sharded.model
+    stops = find_learned_stops(tokenizer, config, folder, recipe.data)
     if recipe.lora.r:
         names, trained = find_peft_names(model, folder), kept_parameters(model)
         settings = adapter_config(loadable(recipe.model.path), recipe.model.revision, recipe.lora, trained, names)
-        beside_adapter = _beside_adapter(recipe, config, tokenizer, folder)
+        beside_adapter = _beside_adapter(recipe, config, tokenizer, folder, stops)
         save_adapter(out, full_trained(model), settings, names, beside_adapter, write)
         return
     shapes = global_shapes(model)
     dtype = recipe.train.export_dtype
-    stops = find_learned_stops(tokenizer, config, folder, recipe.data)
     tensors, beside = full_tensors(sharded.masters, dtype), (model.files, stored_buffers(model), stops)
     save_weights(out, tensors, shapes, config, tokenizer, folder, dtype, write, *beside)
     if write and recipe.model.init == "pretrained":
@@ -61,11 +61,10 @@ def export_result(
 
 
 def _beside_adapter(
-    recipe: Recipe, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, folder: Path
+    recipe: Recipe, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, folder: Path, stops: list[int]
 ) -> Callable[[Path], None]:
-    """Returns what writes the files beside an adapter: its tokenizer, and the tokens that end an answer. The base
-    model's config is not the adapter's, so of a reward model the console says what must be set in it."""
-    stops = find_learned_stops(tokenizer, config, folder, recipe.data)
+    """Returns what writes the files beside an adapter: its tokenizer, and the tokens that end an answer (`stops`). The
+    base model's config is not the adapter's, so of a reward model the console says what must be set in it."""
 
     def write(side: Path) -> None:
         if recipe.method == "reward":
@@ -109,16 +108,17 @@ def export_run(run: Path, recipe: Recipe, checkpoint: Path | None, out: Path | N
     target, shapes = out or run / "export", checkpoint_shapes(source)
     if merges and not recipe.lora.r:
         raise RecipeError("--merge: this run trained the whole model; nothing to merge; leave it out")
+    stops = find_learned_stops(tokenizer, config, folder, recipe.data)
     tensors, model = read_parameters(source, shapes), build_model(config, "fp32", scores=recipe.method == "reward")
     if recipe.lora.r and not merges:
         names = find_peft_names(model, folder)
         settings = adapter_config(loadable(recipe.model.path), recipe.model.revision, recipe.lora, shapes, names)
-        save_adapter(target, tensors, settings, names, _beside_adapter(recipe, config, tokenizer, folder))
+        save_adapter(target, tensors, settings, names, _beside_adapter(recipe, config, tokenizer, folder, stops))
     else:
         has_base = merges or recipe.model.init == "pretrained"
         if has_base:
             load_buffers(model, folder)
-        beside = model.files, stored_buffers(model), find_learned_stops(tokenizer, config, folder, recipe.data)
+        beside = model.files, stored_buffers(model), stops
         with ExitStack() as opened:
             if merges:
                 base = model.files.by_model_names(opened.enter_context(open_tensors(folder)))

@@ -352,21 +352,23 @@ def test_who_lost_the_lock_publishes_nothing(tmp_path):
 
 def test_two_launches_of_one_run(tmp_path, monkeypatch):
     """The second is refused; where locks do not reach it, as on some disks of several nodes, the first gives up."""
-    from shardbook.recipe import Run
+    from shardbook.recipe import parse_recipe
     from shardbook.run import directory
 
-    run, recipe = Run(dir=str(tmp_path), name="mine", report_to="none"), tmp_path / "tiny.toml"
+    words = ["data.train=chitchat", "train.steps=1", f"run.dir={tmp_path}", "run.name=mine"]
+    recipe, path = parse_recipe("", "a recipe", words), tmp_path / "tiny.toml"
     (tmp_path / "mine").mkdir()
-    first = directory.find_run(run, recipe)
+    first, newest = directory.find_run(recipe, path)
+    assert first.path == tmp_path / "mine" and newest is None
     first.check_held()
     with pytest.raises(RecipeError, match=rf"mine: in use by pid {os.getpid()} on .*; wait until that has ended, or"):
-        directory.find_run(run, recipe)
+        directory.find_run(recipe, path)
 
     def flock(*given):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(directory.fcntl, "flock", flock)
-    directory.find_run(run, recipe).check_held()
+    directory.find_run(recipe, path)[0].check_held()
     with pytest.raises(RunFailed, match=rf"mine: pid {os.getpid()} on .* has taken it; nothing more is written here"):
         first.check_held()
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardbook.parallel.boxes import overlap
 from shardbook.ranks import exits
 from shardbook.ranks.exits import RunFailed, report_error
 from shardbook.recipe import RecipeError
@@ -95,6 +96,29 @@ def test_what_no_item_has_is_not_left_as_it_was(checkpoint):
     for items, count in (([rows[0]._replace(sizes=[1, 3])], 3), ([rows[0], rows[0]], 12)):
         with pytest.raises(Damaged, match=rf"model.a: it has {count} of 6 elements"):
             ItemReader(checkpoint, {"rank-0.bin": items}).read({"model.a": torch.empty(2, 3)})
+
+
+@pytest.mark.parametrize(
+    ("boxes", "is_whole"),
+    [  # of a tensor of 2 x 3, each of offsets and sizes
+        ([([0, 0], [2, 2]), ([0, 1], [2, 1])], False),  # the second column twice, the third in none
+        ([([0, 0], [1, 3]), ([0, 0], [1, 3])], False),
+        ([([0, 0], [2, 2]), ([0, 2], [2, 1])], True),
+        ([([0, 0], [1, 2]), ([0, 2], [2, 1]), ([1, 0], [1, 2])], True),
+    ],
+)
+def test_parts_that_overlap_are_no_whole_tensor(checkpoint, boxes, is_whole):
+    """Although they have as many elements as the tensor."""
+    row = read_stored(checkpoint).items["rank-0.bin"][0]
+    items = [row._replace(offsets=offsets, sizes=sizes) for offsets, sizes in boxes]
+    reader = ItemReader(checkpoint, {"rank-0.bin": items})
+    assert sum(overlap(row, item).numel for item in items) == 6
+    if is_whole:
+        assert len(reader._find("model.a", torch.empty(2, 3))) == len(boxes)
+        return
+    words = r"damaged \(model.a: some of its 6 elements are there twice, others are not\)"
+    with pytest.raises(Damaged, match=words):
+        reader.read({"model.a": torch.empty(2, 3)})
 
 
 @pytest.mark.parametrize(

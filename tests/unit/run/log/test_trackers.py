@@ -44,7 +44,7 @@ def test_a_tracker_that_is_not_installed_is_refused_before_the_run(tmp_path):
     with pytest.raises(
         RecipeError, match=f"report_to = '{absent}': its package is not installed; pip install {absent}"
     ):
-        check_run(recipe, "cpu")
+        check_run(recipe)
     assert not list(tmp_path.iterdir())
 
 
