@@ -221,7 +221,7 @@ def test_the_text_of_a_model_that_sees_is_found_by_its_prefix(family, text, pref
         said = model.files.describe_rest(opened)
     rest = "multi_modal_projector, vision_tower" if prefix is None else "vision_tower"
     wanted_said = f"its source has it under {prefix or 'language_model.'}, beside {rest}, not exported"
-    assert said == f"the text model alone, {type(model.files.whole).__name__}; {wanted_said}"
+    assert said == f"the text model alone, {type(model.files.hf_model).__name__}; {wanted_said}"
     export(model, tmp_path, tmp_path / "out")
     with open_tensors(tmp_path / "out") as opened:
         assert model.files.describe_rest(opened) == ""

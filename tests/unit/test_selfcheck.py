@@ -44,7 +44,7 @@ def pair(family, kernel=""):
     ours = build_model(type(small).from_dict(small.to_dict()), "fp32", 7, KERNELS[kernel or kernel_of(found)])
     materialize(ours, torch.device("cpu"))
     ours.load_state_dict(theirs.state_dict())
-    freeze(ours, found.unreached)
+    freeze(ours, found.without_gradient)
     return theirs, ours.eval()
 
 
@@ -184,7 +184,7 @@ def test_sinks_that_a_kernel_drops_turn_it_red(monkeypatch):
 
 def test_no_kernel_gets_what_it_does_not_know(monkeypatch):
     found = check_family(small_config("gpt_oss"))
-    assert found.kind == "packed" and found.demands.arguments == ("s_aux",) and not found.splits_heads
+    assert found.kind == "packed" and found.demands.arguments == ("s_aux",) and not found.can_split_heads
     cpu, fp32 = torch.device("cpu"), torch.float32
     said = said_by(attention.choose_attention, "sdpa", config(), cpu, fp32, found.demands)
     assert said == (
@@ -201,7 +201,7 @@ def test_no_kernel_gets_what_it_does_not_know(monkeypatch):
             assert not KERNELS[name].lacks(dataclasses.replace(gpu, demands=PLAIN))
         assert KERNELS["sdpa"].lacks(gpu) and not KERNELS["eager"].lacks(gpu) and told in str(gpu)
     latent = check_family(small_config("deepseek_v3")).demands
-    assert latent.dense and attention.kernel_on_gpu("auto", latent).name == "sdpa"
+    assert latent.needs_dense_mask and attention.kernel_on_gpu("auto", latent).name == "sdpa"
     assert check_family(small_config("llama")).demands == PLAIN
 
 

@@ -75,7 +75,7 @@ class CausalLM(nn.Module):
         kept = tuple(name for name in self.state_dict() if name in buffers)
         names = parts.names
         outer = f"{names.base}.{names.embedding}.weight", f"{names.head}.weight"
-        self.files = FileNames(parts.whole, kept, *outer, self.is_tied, parts.stacked)
+        self.files = FileNames(parts.hf_model, kept, *outer, self.is_tied, parts.stacked)
         # Asked of the forward: one that lacks the name swallows the cache in its **kwargs, and goes on without a state.
         taken = signature(parts.base.forward).parameters
         self.cache_argument = next((name for name in CACHE_ARGUMENTS if name in taken), "")  # empty: it takes no cache
@@ -139,8 +139,8 @@ class CausalLM(nn.Module):
         their hidden states. It is no part of the batch: torch 2.11 looks for gradients in no dataclass.
         """
         if distill is None:
-            made = self.hidden_states(batch, hidden)
-            return self.head(made, batch.targets, summed) if self.has_last_pp_stage else made
+            head_input = self.hidden_states(batch, hidden)
+            return self.head(head_input, batch.targets, summed) if self.has_last_pp_stage else head_input
         assert self.teacher is not None, "nobody teaches"
         with torch.no_grad():
             teacher_hidden, weight, bias = self.teacher.head(self.teacher.hidden_states(batch))
@@ -154,18 +154,18 @@ class CausalLM(nn.Module):
         ids, slices = batch.input_ids, self.context.size if self.context else 1
         numbers = [number for number, block in enumerate(self.all_blocks) if block is not None]
         last = -1 if self.has_last_pp_stage else numbers[-1]
-        whole = torch.Size((len(ids), ids.shape[1] * slices))
-        now = ForwardPass(batch.cu_seqlens, whole, batch.packed, batch.max_seqlen, self.around_block, hidden, last)
+        shape = torch.Size((len(ids), ids.shape[1] * slices))
+        now = ForwardPass(batch.cu_seqlens, shape, batch.packed, batch.max_seqlen, self.around_block, hidden, last)
         # The base model is told that nothing is padding: with no mask it would read positions, to find documents.
         arguments = {"attention_mask": torch.ones_like(ids, dtype=torch.bool), "use_cache": False}
         arguments |= {"input_ids": ids} if hidden is None else {"inputs_embeds": hidden}
         with passing(now):
             try:
-                made = self.base(position_ids=batch.position_ids, **arguments).last_hidden_state
+                states = self.base(position_ids=batch.position_ids, **arguments).last_hidden_state
             except LastBlockDone as done:
                 return done.hidden
-        made = made.flatten(0, 1)[batch.positions]  # one name: else unselected positions stay in memory
-        return self.scale_hidden(made) if self.scale_hidden and not self.scores else made
+        states = states.flatten(0, 1)[batch.positions]  # one name: else unselected positions stay in memory
+        return self.scale_hidden(states) if self.scale_hidden and not self.scores else states
 
     def next_logits(self, input_ids: Tensor, position_ids: Tensor, attended: Tensor, cache: Cache) -> Tensor:
         """Returns the logits [B, vocabulary] of the token that follows input_ids [B, l], the last l of the L tokens
@@ -228,8 +228,8 @@ def experts_per_token(config: PreTrainedConfig) -> int:
     """Returns to how many experts a router sends a token, at most; 0 where there is no router."""
     names = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k", "moe_top_k")
     places = [config, *(getattr(config, part, None) for part in config.sub_configs)]
-    found = next((value for place in places for name in names if (value := getattr(place, name, None))), 0)
-    return max(found) if isinstance(found, list) else int(found)
+    count = next((value for place in places for name in names if (value := getattr(place, name, None))), 0)
+    return max(count) if isinstance(count, list) else int(count)
 
 
 def count_flops(model: CausalLM) -> Flops:

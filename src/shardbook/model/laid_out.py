@@ -77,18 +77,24 @@ def lay_out(recipe: Recipe, world: World, config: PreTrainedConfig, teacher: Pre
 
 def check_recipe(recipe: Recipe, config: PreTrainedConfig) -> None:
     """Raises RecipeError where `recipe` asks for something that the family of its model's `config` cannot do."""
-    found, said = check_family(config), f"model.path = {recipe.model.path!r}: family {config.model_type!r}"
-    if found.refused:
-        raise RecipeError(f"{said} cannot be trained: {found.refused}")
-    if found.apart and recipe.data.packing:
-        raise RecipeError(f"data.packing = true: family {config.model_type!r}: {found.apart}; set data.packing=false")
-    if recipe.parallel.cp_size > 1 and not found.splits_heads:
-        why = found.apart or f"its attention takes more than heads that ranks can share{found.demands}"
-        raise RecipeError(f"parallel.cp_size = {recipe.parallel.cp_size}: {said} cannot be split: {why}; set it to 1")
-    if recipe.parallel.pp_size > 1 and found.together:
-        raise RecipeError(f"parallel.pp_size = {recipe.parallel.pp_size}: {said}: {found.together}; set it to 1")
-    if recipe.generate.steps and found.uncached:
-        raise RecipeError(f"generate.steps: {said} continues no prompt: {found.uncached}; set generate.steps=0")
+    verdict, family = check_family(config), f"model.path = {recipe.model.path!r}: family {config.model_type!r}"
+    if verdict.refused:
+        raise RecipeError(f"{family} cannot be trained: {verdict.refused}")
+    if verdict.no_packing_reason and recipe.data.packing:
+        raise RecipeError(
+            f"data.packing = true: family {config.model_type!r}: {verdict.no_packing_reason}; set data.packing=false"
+        )
+    if recipe.parallel.cp_size > 1 and not verdict.can_split_heads:
+        why = verdict.no_packing_reason or f"its attention takes more than heads that ranks can share{verdict.demands}"
+        raise RecipeError(f"parallel.cp_size = {recipe.parallel.cp_size}: {family} cannot be split: {why}; set it to 1")
+    if recipe.parallel.pp_size > 1 and verdict.no_pipeline_reason:
+        raise RecipeError(
+            f"parallel.pp_size = {recipe.parallel.pp_size}: {family}: {verdict.no_pipeline_reason}; set it to 1"
+        )
+    if recipe.generate.steps and verdict.no_generation_reason:
+        raise RecipeError(
+            f"generate.steps: {family} continues no prompt: {verdict.no_generation_reason}; set generate.steps=0"
+        )
 
 
 def layout_of(recipe: Recipe, model: CausalLM, world: World, chosen: dict[Any, Any] | None = None) -> Layout:
@@ -113,7 +119,7 @@ def build_adapted(
         raise RecipeError(f"method = 'reward': transformers has no classifier of the family {config.model_type!r}")
     check_recipe(recipe, config)
     model = build_model(config, recipe.at_rest, chunk, attention, scores)
-    freeze(model, check_family(config).unreached)
+    freeze(model, check_family(config).without_gradient)
     if recipe.lora.r:
         apply_lora(model, recipe.lora, DTYPES[recipe.precision.frozen])
     if recipe.model.load_in_4bit:

@@ -195,5 +195,5 @@ def unpacked_weight(module: nn.Linear, dtype: torch.dtype) -> Tensor:
 
 def fill_rows(packed: Tensor, absmax: Tensor, rows: Tensor, nested: bool) -> None:
     """Quantises `rows` into this rank's part of the packed parameters."""
-    for there, found in zip((packed, absmax), quantize_rows(rows.to(packed.device), nested), strict=True):
-        there.view(torch.uint8).copy_(found)
+    for local, quantized in zip((packed, absmax), quantize_rows(rows.to(packed.device), nested), strict=True):
+        local.view(torch.uint8).copy_(quantized)

@@ -43,24 +43,24 @@ class ContextAxis:
     def seq_to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """Exchanges queries, keys, values [B, heads, L / size, D] of all heads for [B, heads, L, D] of this rank's."""
         shape = query.shape
-        counts = [len(own) for own in self.key_heads]
+        counts = [len(heads) for heads in self.key_heads]
         parts = [query.transpose(1, 2).split(self.heads, 2)]
-        sent_heads = [head for own in self.key_heads for head in own]  # in the order of the ranks that receive them
+        sent_heads = [head for heads in self.key_heads for head in heads]  # in the order of the ranks that receive them
         parts += [pick_heads(full, sent_heads).transpose(1, 2).split(counts, 2) for full in (key, value)]
-        own = [self.heads[self.cp_rank], counts[self.cp_rank], counts[self.cp_rank]]
+        local_counts = [self.heads[self.cp_rank], counts[self.cp_rank], counts[self.cp_rank]]
         input_splits = [sum(part.numel() for part in each) for each in zip(*parts, strict=True)]
         sent = torch.cat([torch.cat(each, 2).flatten() for each in zip(*parts, strict=True)])
         got = _AllToAll.apply(sent, input_splits, [input_splits[self.cp_rank]] * self.size, self)
-        got = got.view(self.size, shape[0], shape[2], sum(own), shape[3]).transpose(0, 1).flatten(1, 2)
-        return [part.transpose(1, 2) for part in got.split(own, 2)]
+        got = got.view(self.size, shape[0], shape[2], sum(local_counts), shape[3]).transpose(0, 1).flatten(1, 2)
+        return [part.transpose(1, 2) for part in got.split(local_counts, 2)]
 
     def heads_to_seq(self, output: Tensor) -> Tensor:
         """Exchanges attention's output [B, L, heads, D] of this rank's heads for [B, L / size, heads, D] of all."""
-        rows, length, own, dim = output.shape
+        rows, length, local_heads, dim = output.shape
         each = rows * length // self.size * dim
-        sent = output.view(rows, self.size, -1, own, dim).transpose(0, 1).flatten()
+        sent = output.view(rows, self.size, -1, local_heads, dim).transpose(0, 1).flatten()
         output_splits = [each * heads for heads in self.heads]
-        got = _AllToAll.apply(sent, [each * own] * self.size, output_splits, self)
+        got = _AllToAll.apply(sent, [each * local_heads] * self.size, output_splits, self)
         return torch.cat([part.view(rows, length // self.size, -1, dim) for part in got.split(output_splits)], 2)
 
 

@@ -113,12 +113,12 @@ class PipelineLinks:
 class PipelineStageParameters:
     """The parameters of one pipeline stage."""
 
-    own: list[nn.Parameter]  # all of this rank's
-    tied: list[nn.Parameter]  # those of `own` that another stage has too: the tied weight, on the last stage
+    parameters: list[nn.Parameter]  # all of this rank's
+    tied: list[nn.Parameter]  # those of `parameters` that another stage has too: the tied weight, on the last stage
     group: dist.ProcessGroup  # the ranks along pp, which have the other layers
 
     def __iter__(self) -> Iterator[nn.Parameter]:
-        return iter(self.own)
+        return iter(self.parameters)
 
 
 def tied_weight(model: Any) -> nn.Parameter:

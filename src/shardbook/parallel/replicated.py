@@ -245,10 +245,10 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
         parts = [map_tensors(part, function) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if isinstance(value, Mapping):
-        made = {name: map_tensors(part, function) for name, part in value.items()}
+        mapped = {name: map_tensors(part, function) for name, part in value.items()}
         if isinstance(value, defaultdict):
-            return defaultdict(value.default_factory, made)
-        return type(value)(made)  # type: ignore[call-arg]
+            return defaultdict(value.default_factory, mapped)
+        return type(value)(mapped)  # type: ignore[call-arg]
     if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{each.name: map_tensors(getattr(value, each.name), function) for each in fields(value)})
     return value

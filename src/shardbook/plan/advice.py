@@ -49,7 +49,7 @@ def advise(planner: Planner, cluster: Cluster) -> Advice:
         best = _fastest([best, *filter(None, map(planner.interleaved, able))])
     refused = []
     if best:  # stages are judged by candidates with the best one's tp, cp and pp sizes
-        everything = [found for found in everything if found.layout.shared == best.layout.shared]
+        everything = [each for each in everything if each.layout.shared == best.layout.shared]
     for name in dict.fromkeys(candidate.layout.stage.name for candidate in everything):
         of_stage = [candidate for candidate in everything if candidate.layout.stage.name == name]
         if not any(candidate.fits for candidate in of_stage):

@@ -147,7 +147,7 @@ class Planner:
     model: CausalLM
     document_tokens: float = DOCUMENT_TOKENS
     teacher: PreTrainedConfig | None = None
-    made: dict[tuple[str, str, int, int, int], Layout] = field(default_factory=dict)
+    layouts: dict[tuple[str, str, int, int, int], Layout] = field(default_factory=dict)
     units: dict[Any, tuple[Unit, ...]] = field(default_factory=dict)  # of layouts of the same part, chosen once
     # a rank's part of the model, by tp size, pipeline settings and pipeline stage
     cut: dict[tuple[Any, ...], CausalLM] = field(default_factory=dict)
@@ -176,9 +176,9 @@ class Planner:
 
     def layout_of(self, recipe: Recipe, cluster: Cluster, stage: int) -> Layout:
         key = (recipe.parallel.model_dump_json(), recipe.offload.model_dump_json(), cluster.gpus, cluster.a_node, stage)
-        if key not in self.made:
-            self.made[key] = layout_of(recipe, self.model_of(recipe.parallel, stage), World(*key[2:4]), self.units)
-        return self.made[key]
+        if key not in self.layouts:
+            self.layouts[key] = layout_of(recipe, self.model_of(recipe.parallel, stage), World(*key[2:4]), self.units)
+        return self.layouts[key]
 
     def lay_out(self, recipe: Recipe, cluster: Cluster) -> Candidate:
         """Returns the candidate of `recipe`: of a pipeline the fullest stage, and the slowest one's time, among both

@@ -60,9 +60,9 @@ class PeakTracker(LiveBytes):
     def ran(self, function: Any, args: Any, kwargs: Any, result: Any, is_larger: bool) -> None:
         """Counts where there can be more than before, since a count asks each storage. What was resized is filled by a
         copy."""
-        fresh = islice(reversed(self.made.values()), len(self.made) - self.known_count)
+        fresh = islice(reversed(self.storages.values()), len(self.storages) - self.known_count)
         self.bound += sum(bytes_there(reference) or 0 for reference in fresh)
-        self.known_count = len(self.made)
+        self.known_count = len(self.storages)
         if self.bound > self.most.get(self.moment, -1) or "copy" in function.overloadpacket.__name__:
             self.note()
 

@@ -55,8 +55,8 @@ def describe_layout(job: Job) -> Table:
     family = check_family(job.config)
     asked = f" (its family asks for {str(family.demands).removeprefix(' and ')})" if family.demands != PLAIN else ""
     table.add_row("attention", f"{job.attention.name}, told of documents by {job.attention.metadata}{asked}")
-    if family.unreached:
-        table.add_row("frozen", f"what gets no gradient: {', '.join(family.unreached)}")
+    if family.without_gradient:
+        table.add_row("frozen", f"what gets no gradient: {', '.join(family.without_gradient)}")
     table.add_row("recomputed", job.recipe.activation.checkpointing + ", compiled" * job.recipe.train.compile)
     trained = sum(unit.padded_numel(1, trained_only=True) for unit in units)
     count = sum(unit.parameters for unit in units)
