@@ -147,9 +147,9 @@ class Attend:
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **named: Any
     ) -> tuple[Tensor, None]:
-        axis = getattr(module, "context", None)
-        if axis is not None:
-            query, key, value = axis.seq_to_heads(query, key, value)
+        cp_group = getattr(module, "cp_group", None)
+        if cp_group is not None:
+            query, key, value = cp_group.seq_to_heads(query, key, value)
         if (chosen := named.pop("indices", None)) is not None:
             attention_mask = causal_mask(query) if attention_mask is None else attention_mask
             attention_mask = only_chosen(added_mask(attention_mask, query), chosen)
@@ -164,7 +164,7 @@ class Attend:
             output, _ = attend(module, query, key, value, mask, **named)
         else:
             output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **named)
-        return output if axis is None else axis.heads_to_seq(output), None
+        return output if cp_group is None else cp_group.heads_to_seq(output), None
 
 
 def unknown_arguments(named: dict[str, Any]) -> list[str]:

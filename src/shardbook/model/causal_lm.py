@@ -21,7 +21,7 @@ from shardbook.model.file_names import FileNames
 from shardbook.model.loss_head import LossHead, ScoreHead, TeacherOutput
 from shardbook.model.parts import at, find_finish, take_apart
 from shardbook.parallel.batch import Batch
-from shardbook.parallel.context import ContextAxis
+from shardbook.parallel.context import CPGroup
 from shardbook.parallel.layout import DTYPES
 from shardbook.parallel.schedule import Pipeline
 from shardbook.parallel.units import count_parameters, matrices_of, stacked_parameters
@@ -42,7 +42,7 @@ class CausalLM(nn.Module):
     identity = ""  # adapters.weights_identity of the frozen weights, or of a teacher's; set when they are loaded
 
     teacher: "CausalLM | None"  # teacher.py
-    context: ContextAxis | None = None  # context.py: it takes slices of rows
+    cp_group: CPGroup | None = None  # context.py: it takes slices of rows
     # pipeline.py: it may be one pipeline stage, or several
     pipeline = Pipeline()
     chunks: "list[CausalLM]"  # the chunks of layers, each of which runs by itself
@@ -151,7 +151,7 @@ class CausalLM(nn.Module):
     def hidden_states(self, batch: Batch, hidden: Tensor | None = None) -> Tensor:
         """Returns the head's input at the batch's positions, [n, hidden]; of a pipeline stage before the last, its
         hidden states."""
-        ids, slices = batch.input_ids, self.context.size if self.context else 1
+        ids, slices = batch.input_ids, self.cp_group.size if self.cp_group else 1
         numbers = [number for number, block in enumerate(self.all_blocks) if block is not None]
         last = -1 if self.has_last_pp_stage else numbers[-1]
         shape = torch.Size((len(ids), ids.shape[1] * slices))

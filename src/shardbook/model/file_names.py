@@ -37,12 +37,12 @@ class FileNames:
     # of the model: the files' shapes of parameters that are stacks, which it has as rows
     stacked: dict[str, torch.Size]
     conversions: list[Any] = field(init=False)
-    shapes: "WholeShapes" = field(init=False)  # before ranks share the parameters
+    shapes: "FullShapes" = field(init=False)  # before ranks share the parameters
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "conversions", get_model_conversion_mapping(self.hf_model, add_legacy=False))
         shapes = {name: parameter.shape for name, parameter in self.hf_model.named_parameters()}
-        object.__setattr__(self, "shapes", WholeShapes(shapes | self.stacked))
+        object.__setattr__(self, "shapes", FullShapes(shapes | self.stacked))
 
     def may_be_left(self, name: str) -> bool:
         """Returns whether a file may hold `name` though the model has no such tensor: its family says so."""
@@ -143,7 +143,7 @@ MOVE_ROWS = {"MergeModulelist", "Concatenate", "Chunk", "Split", "Interleave", "
 
 
 @dataclass(frozen=True)
-class WholeShapes:
+class FullShapes:
     """The model that an operation is told of while it moves numbers of rows: all that is asked of its parameters is a
     shape, of the whole, and a dtype, that of the numbers."""
 
@@ -223,5 +223,5 @@ class Assembled:
                 numbers = operation.convert(numbers, *patterns, **self.asked)
             result: Tensor = numbers[self.target][0] if isinstance(numbers[self.target], list) else numbers[self.target]
             return result.squeeze(-1) if result.shape[-1] == 1 else None
-        except (RuntimeError, ValueError, KeyError, AttributeError):  # uneven parts, or WholeShapes is asked for more
+        except (RuntimeError, ValueError, KeyError, AttributeError):  # uneven parts, or FullShapes is asked for more
             return None

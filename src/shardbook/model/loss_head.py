@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from shardbook.comm.compile_on_cuda import fused
-from shardbook.parallel.tensor import TensorAxis, all_gather_plain, local_part
+from shardbook.parallel.tensor import TPGroup, all_gather_plain, local_part
 
 PRODUCT_ROWS = 32_768  # rows of the head's gradient that one product makes
 # (a chunk's logits, the rows that it has, whether gradients are wanted) -> (losses, gradient of the logits)
@@ -39,7 +39,7 @@ class LossHead(nn.Linear):
 
     chunk_tokens: int = 0
     finish: Finish | None = None
-    axis: TensorAxis | None = None  # set where each tensor-parallel rank has a part of the vocabulary
+    tp_group: TPGroup | None = None  # set where each tensor-parallel rank has a part of the vocabulary
     first: int = 0  # the first token id of this rank's part
 
     def forward(
@@ -49,17 +49,17 @@ class LossHead(nn.Linear):
         logits that it has; otherwise backward computes each chunk's logits again. Without targets: logits [n,
         vocabulary]. With a `teacher` three sums [3]: the loss, which alone has a gradient, and the negative
         log-likelihood and the divergence that it is made of."""
-        weight, axis = local_part(self.weight), self.axis
+        weight, tp_group = local_part(self.weight), self.tp_group
         if targets is None:
             logits = F.linear(hidden, weight, self.bias)
             return self.finish(logits) if self.finish else logits
         rows = self.chunk_tokens or max(1, len(targets))
         chunk_loss = partial(chunk_cross_entropy, targets)
-        if axis:
-            chunk_loss = partial(vocab_parallel_cross_entropy, axis, targets - self.first)
+        if tp_group:
+            chunk_loss = partial(vocab_parallel_cross_entropy, tp_group, targets - self.first)
         total: Callable[[Tensor], Tensor] | None = torch.sum if summed else None
         if teacher:
-            assert not axis, "a recipe with both is refused"
+            assert not tp_group, "a recipe with both is refused"
             divergences = torch.zeros(len(targets), device=hidden.device)
             chunk_loss = partial(chunk_distillation_loss, teacher, targets, divergences)
             total = partial(total_with_teacher, teacher, divergences)
@@ -289,7 +289,7 @@ def total_with_teacher(teacher: TeacherOutput, divergences: Tensor, losses: Tens
 
 
 def vocab_parallel_cross_entropy(
-    axis: TensorAxis, targets: Tensor, logits: Tensor, chunk: slice, trains: bool
+    tp_group: TPGroup, targets: Tensor, logits: Tensor, chunk: slice, trains: bool
 ) -> tuple[Tensor, Tensor]:
     """Returns `chunk_cross_entropy` of the rows `chunk` where each tensor-parallel rank has the logits [n, V] of its
     part of the vocabulary, and `targets` count from the first of these. It takes one all-gather of three numbers a row
@@ -298,7 +298,7 @@ def vocab_parallel_cross_entropy(
     device_type = logits.device.type
     exponentials = fused(local_exponentials, device_type, static_widths=True)
     grad_logits, *row_stats = exponentials(logits, targets[chunk], trains)
-    gathered = all_gather_plain(torch.stack(row_stats)[None], axis).view(axis.size, 3, -1)
+    gathered = all_gather_plain(torch.stack(row_stats)[None], tp_group).view(tp_group.size, 3, -1)
     losses, share = fused(combine_ranks, device_type)(gathered, row_stats[0])
     if trains:
         slopes = fused(local_grad_logits, device_type, static_widths=True)

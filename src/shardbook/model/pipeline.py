@@ -11,7 +11,7 @@ from itertools import chain
 from shardbook.model.causal_lm import CausalLM, count_flops
 from shardbook.model.parts import at, copy_module, put
 from shardbook.parallel.schedule import Pipeline, layers_per_pp_stage
-from shardbook.parallel.units import GLOBAL_SHAPES, TP_SHARDED
+from shardbook.parallel.units import FULL_SHAPES, TP_SHARDED
 from shardbook.recipe import Parallel, RecipeError
 
 
@@ -27,7 +27,7 @@ def split_stages(model: CausalLM, parallel: Parallel, rank: int, world_size: int
         raise RecipeError(f"{setting}: {ranks * chunks} stages of a model that has {len(blocks)} blocks; {way_out}")
     model.flops = count_flops(model)
     shapes = {name: getattr(each, TP_SHARDED, (0, each.shape))[1] for name, each in model.named_parameters()}
-    setattr(model, GLOBAL_SHAPES, shapes)
+    setattr(model, FULL_SHAPES, shapes)
     place = rank * ranks // world_size
     layers = layers_per_pp_stage(len(blocks), ranks * chunks)
     pipeline = model.pipeline = Pipeline(parallel.pipeline_schedule, place, ranks, layers, model.is_tied)

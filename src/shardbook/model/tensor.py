@@ -12,7 +12,7 @@ from shardbook.arithmetic import ceil_div
 from shardbook.model.causal_lm import CausalLM
 from shardbook.model.loss_head import LossHead
 from shardbook.parallel.tensor import (
-    TensorAxis,
+    TPGroup,
     gather_inputs,
     hold_local_weights,
     make_column_parallel,
@@ -43,24 +43,24 @@ def apply_tensor_parallel(model: CausalLM, size: int, rank: int) -> None:
     if type(model.embedding).forward is not nn.Embedding.forward:
         setting = f"parallel.tp_size = {size}: family {config.model_type!r}"
         raise RecipeError(f"{setting}: its embedding does more than look up rows; set parallel.tp_size=1")
-    axis = TensorAxis(size, rank % size)
-    make_vocabulary_parallel(model.embedding, axis)
+    tp_group = TPGroup(size, rank % size)
+    make_vocabulary_parallel(model.embedding, tp_group)
     block: Any
     for block in model.blocks:
-        shard_attention(block.self_attn, config, axis)
-        make_column_parallel(block.mlp.gate_proj, axis)
-        make_column_parallel(block.mlp.up_proj, axis)
-        make_row_parallel(block.mlp.down_proj, axis)
+        shard_attention(block.self_attn, config, tp_group)
+        make_column_parallel(block.mlp.gate_proj, tp_group)
+        make_column_parallel(block.mlp.up_proj, tp_group)
+        make_row_parallel(block.mlp.down_proj, tp_group)
         hold_local_weights(block)
-        gather_inputs(block.self_attn, block.mlp, axis)
-    model.norm.register_forward_hook(lambda module, inputs, output: axis.all_gather(output))
+        gather_inputs(block.self_attn, block.mlp, tp_group)
+    model.norm.register_forward_hook(lambda module, inputs, output: tp_group.all_gather(output))
     head = model.head
     assert isinstance(head, LossHead)
-    head.axis, head.first = axis, axis.share(head.out_features).start
+    head.tp_group, head.first = tp_group, tp_group.share(head.out_features).start
     if model.is_tied:
         model.tie()
     else:
-        shard_parameter(head, "weight", 0, axis)
+        shard_parameter(head, "weight", 0, tp_group)
 
 
 def check_tp_size(config: Any, size: int) -> None:
@@ -83,30 +83,30 @@ def check_tp_size(config: Any, size: int) -> None:
         raise RecipeError(f"{setting}: leaves a rank without any of the {config.vocab_size} tokens; set it lower")
 
 
-def shard_attention(attention: nn.Module, config: Any, axis: TensorAxis) -> None:
+def shard_attention(attention: nn.Module, config: Any, tp_group: TPGroup) -> None:
     """Shards the matrices where heads divide evenly; else each rank computes its own heads of the whole matrices."""
     layer: Any = attention
     heads, key_heads, dim = config.num_attention_heads, config.num_key_value_heads, layer.head_dim
-    query_heads, rank_key_heads = heads_of_rank(heads, key_heads, axis)
+    query_heads, rank_key_heads = heads_of_rank(heads, key_heads, tp_group)
     rows, key_rows = list[slice](), list[slice]()  # none: of a matrix that is cut
-    if heads % axis.size:
+    if heads % tp_group.size:
         rows = [slice(query_heads.start * dim, query_heads.stop * dim)]
-    if heads % axis.size or key_heads % axis.size:
+    if heads % tp_group.size or key_heads % tp_group.size:
         first, count = rank_key_heads[0], len(rank_key_heads)
         together = rank_key_heads == list(range(first, first + count))
         pieces = [(first, first + count)] if together else [(head, head + 1) for head in rank_key_heads]
         key_rows = [slice(start * dim, stop * dim) for start, stop in pieces]
-    make_column_parallel(layer.q_proj, axis, rows)
-    make_row_parallel(layer.o_proj, axis, *rows)
+    make_column_parallel(layer.q_proj, tp_group, rows)
+    make_row_parallel(layer.o_proj, tp_group, *rows)
     for projection in (layer.k_proj, layer.v_proj):
-        make_column_parallel(projection, axis, key_rows)
+        make_column_parallel(projection, tp_group, key_rows)
     layer.num_key_value_groups = len(query_heads) // len(rank_key_heads)
 
 
-def heads_of_rank(heads: int, key_heads: int, axis: TensorAxis) -> tuple[range, list[int]]:
+def heads_of_rank(heads: int, key_heads: int, tp_group: TPGroup) -> tuple[range, list[int]]:
     """Returns this rank's query heads, and the heads of keys and values that it computes for them: each once, where all
     serve equally many of its query heads; else repeated, one for each query head."""
-    query_heads = axis.balanced(heads)
+    query_heads = tp_group.balanced(heads)
     served = [head * key_heads // heads for head in query_heads]
     once = sorted(set(served))
     return query_heads, once if len({served.count(head) for head in once}) == 1 else served

@@ -29,7 +29,7 @@ from shardbook.model.stored import FLOATS, open_tensors
 from shardbook.parallel.boxes import local_box
 from shardbook.parallel.layout import DTYPES
 from shardbook.parallel.tensor import local_part
-from shardbook.parallel.units import GLOBAL_SHAPES
+from shardbook.parallel.units import FULL_SHAPES
 from shardbook.paths import whole_directory
 from shardbook.recipe import RecipeError
 
@@ -59,7 +59,7 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     """
     slices = shard_slices(model)
     named = dict(model.named_parameters())  # a tied weight once, under its embedding's name
-    elsewhere = {name: shape for name, shape in global_shapes(model).items() if name not in named}
+    elsewhere = {name: shape for name, shape in full_shapes(model).items() if name not in named}
     wanted = {name: part.shape for name, part in slices.items()} | elsewhere
     files: FileNames = model.files  # type: ignore[assignment]
     buffers = stored_buffers(model)
@@ -146,9 +146,9 @@ class ShardSlice:
         self.fill(part if self.columns is None else part[:, self.columns])
 
 
-def global_shapes(model: nn.Module) -> dict[str, torch.Size]:
+def full_shapes(model: nn.Module) -> dict[str, torch.Size]:
     """Returns the shape of every parameter of the model, also of layers on other ranks, by name and in order."""
-    shapes: dict[str, torch.Size] | None = getattr(model, GLOBAL_SHAPES, None)
+    shapes: dict[str, torch.Size] | None = getattr(model, FULL_SHAPES, None)
     return shapes or {name: parameter.shape for name, parameter in student_parameters(model)}
 
 
@@ -179,7 +179,7 @@ def init_weights(model: nn.Module, seed: int, only: str = "") -> None:
     device = next(model.parameters()).device
     vectors: dict[str, Tensor] = model.vectors  # type: ignore[assignment]
     slices = shard_slices(model)
-    numbered = getattr(model, GLOBAL_SHAPES, slices)  # in the whole model: else pipeline stages draw equal weights
+    numbered = getattr(model, FULL_SHAPES, slices)  # in the whole model: else pipeline stages draw equal weights
     for index, name in enumerate(numbered):
         if name not in slices or (only and name != only):
             continue
@@ -219,7 +219,7 @@ def full_tensors(model: nn.Module, dtype: str) -> Iterator[tuple[str, Tensor]]:
     fp32 masters exported in bf16 cost half the bytes on the network and half the memory.
     """
     parameters, device = dict(student_parameters(model)), next(model.parameters()).device
-    shapes: dict[str, torch.Size] = getattr(model, GLOBAL_SHAPES, {})  # of a model that lies on several pipeline stages
+    shapes: dict[str, torch.Size] = getattr(model, FULL_SHAPES, {})  # of a model that lies on several pipeline stages
     for name in shapes or parameters:
         tensor = torch.empty(0, device=device)
         if name in parameters:

@@ -19,9 +19,9 @@ from shardbook.parallel.mesh import ranks_along
 
 
 @dataclass(eq=False)
-class ContextAxis:
-    """The context-parallel ranks, and which heads each of them computes. Attention modules hold it; `group` is set once
-    there is a mesh. Query heads are split in order; one head of keys and values may serve several ranks.
+class CPGroup:
+    """The context-parallel ranks, and which heads each of them computes. Attention modules hold it; `process_group` is set
+    once there is a mesh. Query heads are split in order; one head of keys and values may serve several ranks.
 
     A row of four tokens t, and heads a and b, on two ranks; each exchange is one all-to-all:
 
@@ -34,7 +34,7 @@ class ContextAxis:
     cp_rank: int  # of this rank along cp
     heads: list[int]  # of each rank: how many query heads it computes
     key_heads: list[list[int]]  # of each rank: the heads of keys and values that it computes them with
-    group: dist.ProcessGroup | None = None
+    process_group: dist.ProcessGroup | None = None
 
     @property
     def size(self) -> int:
@@ -76,19 +76,19 @@ class _AllToAll(torch.autograd.Function):
     that are sent to, and received from, each rank. Backward sends gradients the other way."""
 
     @staticmethod
-    def forward(ctx: Any, sent: Tensor, input_splits: list[int], output_splits: list[int], axis: ContextAxis) -> Tensor:
-        ctx.input_splits, ctx.output_splits, ctx.axis = input_splits, output_splits, axis
-        return all_to_all(sent, input_splits, output_splits, axis)
+    def forward(ctx: Any, sent: Tensor, input_splits: list[int], output_splits: list[int], cp_group: CPGroup) -> Tensor:
+        ctx.input_splits, ctx.output_splits, ctx.cp_group = input_splits, output_splits, cp_group
+        return all_to_all(sent, input_splits, output_splits, cp_group)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
-        return all_to_all(grad_output, ctx.output_splits, ctx.input_splits, ctx.axis), None, None, None
+        return all_to_all(grad_output, ctx.output_splits, ctx.input_splits, ctx.cp_group), None, None, None
 
 
-def all_to_all(sent: Tensor, input_splits: list[int], output_splits: list[int], axis: ContextAxis) -> Tensor:
-    assert axis.group is not None, "the axis has no group yet"
+def all_to_all(sent: Tensor, input_splits: list[int], output_splits: list[int], cp_group: CPGroup) -> Tensor:
+    assert cp_group.process_group is not None, "there is no mesh yet"
     received = sent.new_empty(1, sum(output_splits))
-    dist.all_to_all_single(received[0], sent.contiguous(), output_splits, input_splits, group=axis.group)
+    dist.all_to_all_single(received[0], sent.contiguous(), output_splits, input_splits, group=cp_group.process_group)
     return received.view(-1)  # a view: torch 2.11's compiler loses the gradient of the very tensor that was written
 
 
@@ -99,5 +99,5 @@ def set_cp_group(model: nn.Module, layout: Layout) -> None:
     every = dict.fromkeys(tuple(ranks_along(layout.mesh, CP, rank)) for rank in range(layout.world_size))
     group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in every])
     for module in model.modules():
-        if isinstance(axis := getattr(module, "context", None), ContextAxis):
-            axis.group = group
+        if isinstance(cp_group := getattr(module, "cp_group", None), CPGroup):
+            cp_group.process_group = group

@@ -150,7 +150,7 @@ class Planner:
     layouts: dict[tuple[str, str, int, int, int], Layout] = field(default_factory=dict)
     units: dict[Any, tuple[Unit, ...]] = field(default_factory=dict)  # of layouts of the same part, chosen once
     # a rank's part of the model, by tp size, pipeline settings and pipeline stage
-    cut: dict[tuple[Any, ...], CausalLM] = field(default_factory=dict)
+    part_models: dict[tuple[Any, ...], CausalLM] = field(default_factory=dict)
 
     @cached_property
     def parameters(self) -> int:
@@ -165,14 +165,14 @@ class Planner:
         key = (parallel.tp_size, *pipeline_settings(parallel).values(), stage)
         if parallel.pp_size == 1 and parallel.tp_size == self.recipe.parallel.tp_size:
             return self.model
-        if key not in self.cut:
+        if key not in self.part_models:
             laid = self.recipe.parallel.model_copy(update={"tp_size": parallel.tp_size, **pipeline_settings(parallel)})
             recipe, inside = self.recipe.model_copy(update={"parallel": laid}), laid.row_ranks
             demands = check_family(self.config).demands
             kernel = kernel_on_gpu(recipe.model.attention, demands)
             place = kernel, self.teacher, stage * inside, laid.pp_size * inside
-            self.cut[key] = build_adapted(recipe, self.config, *place)
-        return self.cut[key]
+            self.part_models[key] = build_adapted(recipe, self.config, *place)
+        return self.part_models[key]
 
     def layout_of(self, recipe: Recipe, cluster: Cluster, stage: int) -> Layout:
         key = (recipe.parallel.model_dump_json(), recipe.offload.model_dump_json(), cluster.gpus, cluster.a_node, stage)

@@ -35,7 +35,7 @@ def describe_layout(job: Job) -> Table:
     layout, peak, batching = job.layout, job.peak, job.batching
     precision = layout.precision
     units = [unit for unit in layout.units if unit.shapes]
-    frees = sum(unit.frees for unit in units)
+    frees = sum(unit.reshard_after_backward for unit in units)
     copies = "whole on each rank" if layout.tp_size == 1 else "of each its own part on each rank"
     freed = f"{frees} freed in each micro-batch" if layout.shards > 1 else copies
     table = Table(title="effective layout", show_header=False, title_justify="left")

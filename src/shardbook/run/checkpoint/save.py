@@ -30,7 +30,7 @@ from shardbook.optim.table import OPTIMIZERS
 from shardbook.parallel.boxes import assign_writes, local_box
 from shardbook.parallel.pipeline import tied_weight
 from shardbook.parallel.sharding import ShardedModel
-from shardbook.parallel.units import GLOBAL_SHAPES, TP_SHARDED
+from shardbook.parallel.units import FULL_SHAPES, TP_SHARDED
 from shardbook.plan.formulas import predict_copied
 from shardbook.ranks.distributed import broadcast_from_main, gather_results, sum_over_ranks
 from shardbook.ranks.exits import RunFailed
@@ -305,7 +305,7 @@ def state_facts(sharded: ShardedModel, optimizer: torch.optim.Optimizer, state: 
 def full_shapes(model: nn.Module) -> dict[str, list[int]]:
     """Returns the full shape of each parameter that a checkpoint of the model holds; also before a stage is applied."""
     local = {name: getattr(kept, TP_SHARDED, (0, kept.shape))[1] for name, kept in kept_parameters(model).items()}
-    shapes = getattr(model, GLOBAL_SHAPES, None) or local  # with layers on other ranks
+    shapes = getattr(model, FULL_SHAPES, None) or local  # with layers on other ranks
     return {name: list(shape) for name, shape in shapes.items()}
 
 

@@ -18,8 +18,8 @@ from shardbook.model.file_names import FileNames
 from shardbook.model.hub import loadable, model_folder, tokenizer_folder
 from shardbook.model.stored import open_tensors
 from shardbook.model.weights import (
+    full_shapes,
     full_tensors,
-    global_shapes,
     load_buffers,
     save_weights,
     stored_buffers,
@@ -51,7 +51,7 @@ def export_result(
         beside_adapter = _beside_adapter(recipe, config, tokenizer, folder)
         save_adapter(out, full_trained(model), settings, names, beside_adapter, write)
         return
-    shapes = global_shapes(model)
+    shapes = full_shapes(model)
     dtype = recipe.train.export_dtype
     stops = find_learned_stops(tokenizer, config, folder, recipe.data)
     tensors, beside = full_tensors(sharded.masters, dtype), (model.files, stored_buffers(model), stops)
