@@ -622,15 +622,15 @@ def in_each_micro_batch(change):
 
 def with_other_units(change):
     """The layout has the units `change(units)`, for whoever applies or predicts."""
-    from shardbook.model import laid_out
+    from shardbook.model import placement
 
-    real = laid_out.build_layout
+    real = placement.build_layout
 
     def build_layout(*given):
         layout = real(*given)
         return dataclasses.replace(layout, units=change(layout.units))
 
-    laid_out.build_layout = build_layout
+    placement.build_layout = build_layout
 
 
 def run_planted(name, *args):

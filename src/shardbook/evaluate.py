@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from shardbook.model.adapter_files import load_adapter
-from shardbook.model.laid_out import World
+from shardbook.model.placement import World
 from shardbook.model.weights import load_weights
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.ranks.distributed import Ranks, broadcast_from_main, local_main_process_first
@@ -33,13 +33,13 @@ from shardbook.run.directory import read_facts
 from shardbook.run.eval.model import describe_rows, evaluation_recipe
 from shardbook.run.eval.observer import evaluate
 from shardbook.run.eval.reference import Reference
+from shardbook.run.load_teacher import fill_teacher
 from shardbook.run.log.console import Console
 from shardbook.run.out_of_memory import OomGuard
 from shardbook.run.preflight import check_named
 from shardbook.run.prepare import Job, lay_out_run, prepare_job
 from shardbook.run.rank import guard, with_ranks
 from shardbook.run.start import load_base
-from shardbook.run.teacher import fill_teacher
 
 LIKELIHOODS = {"sft": "loss", "distill": "nll"}  # by method, the metric whose exponential is the perplexity
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from shardbook.model.laid_out import World
+from shardbook.model.placement import World
 from shardbook.optim import clip_gradients, learning_rate, set_learning_rate
 from shardbook.parallel.pipeline import run_step
 from shardbook.ranks.distributed import (

@@ -75,7 +75,7 @@ def saved_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 def lay_out(words: list[str], recipe: Path) -> tuple:
     """On each rank: a recipe's model under its stage, with its optimizer; nothing is loaded."""
     from shardbook.model.families import load_config
-    from shardbook.model.laid_out import build_adapted
+    from shardbook.model.placement import build_adapted
     from shardbook.parallel.layout import build_layout
     from shardbook.parallel.mesh import build_mesh
     from shardbook.parallel.sharding import apply_stage

@@ -15,7 +15,7 @@ import shardbook.model.weights as weights
 from shardbook.model import file_names
 from shardbook.model.causal_lm import build_model, materialize
 from shardbook.model.families import load_config
-from shardbook.model.stored import StoredTensor, open_tensors
+from shardbook.model.weight_files import StoredTensor, open_tensors
 from shardbook.recipe import Model, RecipeError
 
 # experts by themselves in two ways, renamed alone, stacked already, with a buffer, put one after another, a head's name

@@ -172,7 +172,7 @@ def test_below_the_set_up_no_module_takes_the_whole_recipe():
     named = re.compile(r"from shardbook\.recipe(?:\.schema)? import [^\n]*\bRecipe\b")
     whole = {name for name, path in modules().items() if named.search(path.read_text())}
     above = {"run", "plan", "compare", "translate", "recipe", "train.py", "evaluate.py", "cli"}
-    assert {name for name in whole if name.split("/")[0] not in above} == {"model/laid_out.py"}
+    assert {name for name in whole if name.split("/")[0] not in above} == {"model/placement.py"}
 
 
 PRIVATE = "comm/torch_private.py"

@@ -9,8 +9,8 @@ from huggingface_hub.utils import filter_repo_objects
 
 from shardbook.model.hub import config_folder, model_folder
 from shardbook.recipe import Distill, Model, RecipeError, parse_recipe
+from shardbook.run.load_teacher import fill_teacher, load_teacher
 from shardbook.run.preflight import check_named
-from shardbook.run.teacher import fill_teacher, load_teacher
 
 BESIDE = ["config.json", "tokenizer.json", "tokenizer_config.json", "README.md"]
 COPIES = ["consolidated.safetensors", "original/model-00001-of-00001.safetensors", "original/params.json"]

@@ -11,7 +11,6 @@ from shardbook.gpus import GPUS, gpu_of
 from shardbook.model.causal_lm import count_flops
 from shardbook.model.shapes import hub_id, known_shapes
 from shardbook.plan.advice import advise
-from shardbook.plan.advised import write_advised
 from shardbook.plan.cluster import build_planner, stage_settings
 from shardbook.plan.formulas import paper_resident
 from shardbook.plan.hardware import (
@@ -22,6 +21,7 @@ from shardbook.plan.hardware import (
     INSIDE_SECONDS,
     build_cluster,
 )
+from shardbook.plan.recipe_file import write_recipe_file
 from shardbook.plan.report import (
     as_json,
     as_table,
@@ -273,7 +273,7 @@ def test_where_devices_are_too_small_tiers_are_advised(tmp_path):
     assert best.time.seconds > report.advice.best.time.seconds
     (unnamed,) = describe_path(from_disk)  # only its user knows a disk
     assert unnamed in "\n".join(describe_advice(from_disk)) and "set it before the run" in unnamed
-    write_advised(from_disk, written := tmp_path / "advised.toml")
+    write_recipe_file(from_disk, written := tmp_path / "advised.toml")
     assert f"# {unnamed}\n" in written.read_text() and load_recipe(written).offload.path == "/scratch"
 
 

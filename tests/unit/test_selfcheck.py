@@ -18,7 +18,7 @@ from varlen import plain_varlen_attn
 from shardbook.model import attention, masks, parts, selfcheck
 from shardbook.model.attention import KERNELS, PLAIN
 from shardbook.model.causal_lm import build_model, materialize
-from shardbook.model.laid_out import World, check_recipe, lay_out
+from shardbook.model.placement import World, check_recipe, place_model
 from shardbook.model.selfcheck import check_family, freeze
 from shardbook.model.shrink import keep_layers
 from shardbook.recipe import Recipe, resolve_precision
@@ -127,7 +127,7 @@ def places_in_rows(patch):
 def head_unfinished(patch):
     from shardbook.model import causal_lm
 
-    patch.setattr(causal_lm, "find_finish", lambda found: (None, None))
+    patch.setattr(causal_lm, "find_logit_transform", lambda found: (None, None))
 
 
 def buffers_unfilled(patch):
@@ -279,7 +279,7 @@ def test_a_model_of_fewer_layers_has_the_lists_of_those():
     config = small_config("smollm3")
     config.num_hidden_layers, config.layer_types, config.no_rope_layers = 6, ["full_attention"] * 6, [1, 1, 1, 0, 1, 0]
     recipe = Recipe.model_validate({"model": {"path": "there"}, "train": {"steps": 1}})
-    few = lay_out(resolve_precision(recipe, "cuda"), World(1, 1), config, None).with_layers(4)
+    few = place_model(resolve_precision(recipe, "cuda"), World(1, 1), config, None).with_layers(4)
     assert few.config.no_rope_layers == [1, 1, 1, 0] and len(few.config.layer_types) == len(few.model.blocks) == 4
 
 

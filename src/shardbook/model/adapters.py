@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardbook.model.causal_lm import CausalLM
+from shardbook.model.hf_model import copy_module
 from shardbook.model.nf4 import PackedLinear, pack_module, packed_product, unpacked_weight
-from shardbook.model.parts import copy_module
-from shardbook.model.stored import digest_share
+from shardbook.model.weight_files import digest_share
 from shardbook.model.weights import MAGNITUDE, is_adapter, local_rows
 from shardbook.recipe import Lora, Model, RecipeError, nearest
 

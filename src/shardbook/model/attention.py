@@ -134,7 +134,7 @@ def kernel_of(config: PreTrainedConfig) -> str:
 
 
 class Attend:
-    """The function that transformers' attention calls: a kernel, between two all-to-alls where its module has a cp axis
+    """The function that transformers' attention calls: a kernel, between two all-to-alls where its module has a CPGroup
     (parallel/context.py). `kernel`: one of our own; None: torch's sdpa, or the family's own eager attention.
 
     A call with an argument that no kernel knows (sinks, a cap on scores, a bias) goes to the family's own eager

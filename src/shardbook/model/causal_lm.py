@@ -18,8 +18,8 @@ from transformers import Cache, PreTrainedConfig
 from shardbook.model.attention import KERNELS, Kernel, head_size, heads_of, use_attention
 from shardbook.model.blocks import AroundBlock, ForwardPass, LastBlockDone, passing
 from shardbook.model.file_names import FileNames
+from shardbook.model.hf_model import at, find_logit_transform, split_model
 from shardbook.model.loss_head import LossHead, ScoreHead, TeacherOutput
-from shardbook.model.parts import at, find_finish, take_apart
 from shardbook.parallel.batch import Batch
 from shardbook.parallel.context import CPGroup
 from shardbook.parallel.layout import DTYPES
@@ -53,13 +53,13 @@ class CausalLM(nn.Module):
 
     def __init__(self, config: PreTrainedConfig, dtype: torch.dtype, scores: bool = False):
         super().__init__()
-        parts = take_apart(config, dtype)
+        parts = split_model(config, dtype)
         self.config = config
         self.chunks = [self]
         self.scores = scores
         self.names = replace(parts.names, head="score") if scores else parts.names
         self.is_tied = parts.is_tied and not scores
-        self.scale_hidden, finish = find_finish(parts)
+        self.scale_hidden, logit_transform = find_logit_transform(parts)
         self.vectors = parts.vectors
         self.add_module(self.names.base, parts.base)
         # After the body: a tied weight then has the embedding's name, as in Hugging Face files.
@@ -68,7 +68,7 @@ class CausalLM(nn.Module):
         else:
             head: Any = parts.head
             head.__class__ = LossHead
-            head.finish = finish
+            head.logit_transform = logit_transform
             self.add_module(self.names.head, head)
         self.register_module("teacher", None)
         buffers = dict(self.named_buffers())
@@ -145,7 +145,7 @@ class CausalLM(nn.Module):
         with torch.no_grad():
             teacher_hidden, weight, bias = self.teacher.head(self.teacher.hidden_states(batch))
         asked = distill.temperature, distill.kd_ratio
-        teacher = TeacherOutput(teacher_hidden, weight, *asked, bias, self.teacher.head.finish)
+        teacher = TeacherOutput(teacher_hidden, weight, *asked, bias, self.teacher.head.logit_transform)
         return self.head(self.hidden_states(batch), batch.targets, teacher=teacher)
 
     def hidden_states(self, batch: Batch, hidden: Tensor | None = None) -> Tensor:

@@ -17,9 +17,9 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from shardbook.model.attention import KERNELS, use_attention
 from shardbook.model.causal_lm import CausalLM
-from shardbook.model.parts import Unfit, copy_module
+from shardbook.model.hf_model import Unfit, copy_module
 from shardbook.model.pipeline import keep_blocks
-from shardbook.model.stored import StoredTensor
+from shardbook.model.weight_files import StoredTensor
 from shardbook.model.weights import stored_buffers
 from shardbook.parallel.batch import Batch
 from shardbook.recipe import RecipeError, first_line

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers import core_model_loading as loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 
-from shardbook.model.stored import StoredTensor
+from shardbook.model.weight_files import StoredTensor
 from shardbook.recipe import RecipeError
 
 MAY_BE_LEFT = "_keys_to_ignore_on_load_unexpected"  # transformers' name of such a list

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from shardbook.comm.compile_on_cuda import fused
-from shardbook.parallel.tensor import TPGroup, all_gather_plain, local_part
+from shardbook.parallel.local_tensors import local_part
+from shardbook.parallel.tensor import TPGroup, all_gather_plain
 
 PRODUCT_ROWS = 32_768  # rows of the head's gradient that one product makes
 # (a chunk's logits, the rows that it has, whether gradients are wanted) -> (losses, gradient of the logits)
 ChunkLoss = Callable[[Tensor, slice, bool], tuple[Tensor, Tensor]]
-Finish = Callable[[Tensor], Tensor]  # what a family's forward does with its head's logits [n, vocabulary]
+LogitTransform = Callable[[Tensor], Tensor]  # what a family's forward does with its head's logits [n, vocabulary]
 
 
 class TeacherOutput(NamedTuple):
@@ -27,7 +28,7 @@ class TeacherOutput(NamedTuple):
     temperature: float
     ratio: float  # share of the teacher in the loss (kd_ratio)
     bias: Tensor | None = None
-    finish: "Finish | None" = None  # of its head's logits
+    logit_transform: "LogitTransform | None" = None  # of its head's logits
 
 
 class LossHead(nn.Linear):
@@ -38,7 +39,7 @@ class LossHead(nn.Linear):
     """
 
     chunk_tokens: int = 0
-    finish: Finish | None = None
+    logit_transform: LogitTransform | None = None
     tp_group: TPGroup | None = None  # set where each tensor-parallel rank has a part of the vocabulary
     first: int = 0  # the first token id of this rank's part
 
@@ -52,7 +53,7 @@ class LossHead(nn.Linear):
         weight, tp_group = local_part(self.weight), self.tp_group
         if targets is None:
             logits = F.linear(hidden, weight, self.bias)
-            return self.finish(logits) if self.finish else logits
+            return self.logit_transform(logits) if self.logit_transform else logits
         rows = self.chunk_tokens or max(1, len(targets))
         chunk_loss = partial(chunk_cross_entropy, targets)
         if tp_group:
@@ -63,8 +64,8 @@ class LossHead(nn.Linear):
             divergences = torch.zeros(len(targets), device=hidden.device)
             chunk_loss = partial(chunk_distillation_loss, teacher, targets, divergences)
             total = partial(total_with_teacher, teacher, divergences)
-        if self.finish:
-            chunk_loss = partial(finished_chunk_loss, self.finish, chunk_loss)
+        if self.logit_transform:
+            chunk_loss = partial(transformed_chunk_loss, self.logit_transform, chunk_loss)
         return _ChunkedLoss.apply(hidden, weight, self.bias, rows, chunk_loss, total, torch.is_grad_enabled())
 
 
@@ -249,16 +250,16 @@ def chunk_cross_entropy(targets: Tensor, logits: Tensor, chunk: slice, trains: b
     return fused(cross_entropy, logits.device.type, static_widths=True)(logits, targets[chunk], trains)
 
 
-def finished_chunk_loss(
-    finish: Finish, chunk_loss: ChunkLoss, logits: Tensor, chunk: slice, trains: bool
+def transformed_chunk_loss(
+    logit_transform: LogitTransform, chunk_loss: ChunkLoss, logits: Tensor, chunk: slice, trains: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns what `chunk_loss` does of a chunk's logits after the family's own `finish`; the gradient is of the logits
-    before it."""
+    """Returns what `chunk_loss` does of a chunk's logits after the family's own `logit_transform`. The gradient is of
+    the logits before it."""
     with torch.set_grad_enabled(trains):
-        finished = finish(logits.requires_grad_(trains))
-    losses, grad_logits = chunk_loss(finished.detach(), chunk, trains)
+        transformed = logit_transform(logits.requires_grad_(trains))
+    losses, grad_logits = chunk_loss(transformed.detach(), chunk, trains)
     if trains:
-        (grad_logits,) = torch.autograd.grad(finished, logits, grad_logits)
+        (grad_logits,) = torch.autograd.grad(transformed, logits, grad_logits)
     return losses, grad_logits
 
 
@@ -272,8 +273,8 @@ def chunk_distillation_loss(
     teacher_logits = F.linear(
         teacher.hidden[chunk], teacher.weight[both], None if teacher.bias is None else teacher.bias[both]
     )
-    if teacher.finish:
-        teacher_logits = teacher.finish(teacher_logits)
+    if teacher.logit_transform:
+        teacher_logits = teacher.logit_transform(teacher_logits)
     loss = fused(distillation_loss, logits.device.type, static_widths=True)
     losses, divergences[chunk], grad_logits = loss(
         logits, teacher_logits, targets[chunk], teacher.temperature, teacher.ratio, trains

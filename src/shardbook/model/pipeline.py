@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import chain
 
 from shardbook.model.causal_lm import CausalLM, count_flops
-from shardbook.model.parts import at, copy_module, put
+from shardbook.model.hf_model import at, copy_module, put
 from shardbook.parallel.schedule import Pipeline, layers_per_pp_stage
 from shardbook.parallel.units import FULL_SHAPES, TP_SHARDED
 from shardbook.recipe import Parallel, RecipeError

@@ -39,8 +39,8 @@ from shardbook.model.comparisons import (
     run_in_halves,
 )
 from shardbook.model.families import blame
+from shardbook.model.hf_model import Unfit
 from shardbook.model.masks import make_mask, read_rule
-from shardbook.model.parts import Unfit
 from shardbook.model.shrink import VOCABULARY, shrink_config
 from shardbook.parallel.batch import Batch
 from shardbook.recipe import RecipeError

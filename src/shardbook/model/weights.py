@@ -25,10 +25,10 @@ from shardbook.model.export_files import choose_padding, write_generation
 from shardbook.model.file_names import FileNames
 from shardbook.model.hub import INDEX
 from shardbook.model.nf4 import ABSMAX, PACKED, fill_rows
-from shardbook.model.stored import FLOATS, open_tensors
+from shardbook.model.weight_files import FLOATS, open_tensors
 from shardbook.parallel.boxes import local_box
 from shardbook.parallel.layout import DTYPES
-from shardbook.parallel.tensor import local_part
+from shardbook.parallel.local_tensors import local_part
 from shardbook.parallel.units import FULL_SHAPES
 from shardbook.paths import whole_directory
 from shardbook.recipe import RecipeError

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from shardbook.comm.compile_on_cuda import fused
-from shardbook.optim.elementwise import local_values, send_numbers
+from shardbook.optim.elementwise import send_numbers
 from shardbook.parallel.boxes import shard_number
+from shardbook.parallel.local_tensors import local_values
 from shardbook.parallel.units import FULL_SHAPES
 
 PIECE = 2**24  # elements that are stepped at once: the noise of no more than these is held

@@ -2,7 +2,7 @@
 
 DeepSpeed Ulysses (Jacobs et al., arXiv 2309.14509, section 3.1): around attention a rank has its slice of each row and
 all heads; inside it the whole row and its share of heads, so the kernel and its document boundaries stay as they are.
-Two all-to-alls forward, two backward. Invariant: ranks of the axis see slices of the same rows, hold shards of one copy
+Two all-to-alls forward, two backward. Invariant: ranks of a group see slices of the same rows, hold shards of one copy
 of the model as data-parallel ranks do, and each computes the loss of its own tokens.
 """
 
@@ -20,15 +20,19 @@ from shardbook.parallel.mesh import ranks_along
 
 @dataclass(eq=False)
 class CPGroup:
-    """The context-parallel ranks, and which heads each of them computes. Attention modules hold it; `process_group` is set
-    once there is a mesh. Query heads are split in order; one head of keys and values may serve several ranks.
+    """The context-parallel ranks, and which heads each of them computes. Attention modules hold it; `process_group` is
+    set once there is a mesh. Query heads are split in order; one head of keys and values may serve several ranks.
 
-    A row of four tokens t, and heads a and b, on two ranks; each exchange is one all-to-all:
+    A row of eight tokens t, and four heads a to d, on four ranks; each exchange is one all-to-all:
 
-                  around attention      inside it              around attention
-        rank 0    t0 t1, heads a b      t0 to t3, head a       t0 t1, heads a b
-        rank 1    t2 t3, heads a b      t0 to t3, head b       t2 t3, heads a b
-                             seq_to_heads            heads_to_seq
+                  around attention    inside it           around attention
+        rank 0    t0 t1, heads a-d    t0 to t7, head a    t0 t1, heads a-d
+        rank 1    t2 t3, heads a-d    t0 to t7, head b    t2 t3, heads a-d
+        rank 2    t4 t5, heads a-d    t0 to t7, head c    t4 t5, heads a-d
+        rank 3    t6 t7, heads a-d    t0 to t7, head d    t6 t7, heads a-d
+                           seq_to_heads         heads_to_seq
+
+    In seq_to_heads rank 0 sends head b of t0 t1 to rank 1, head c to rank 2, head d to rank 3; heads_to_seq sends back.
     """
 
     cp_rank: int  # of this rank along cp

@@ -22,9 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardbook.axes import PP, PP_BACKWARD, PP_ENDS, PP_FORWARD
 from shardbook.parallel.layout import Layout
+from shardbook.parallel.local_tensors import local_part
 from shardbook.parallel.mesh import ranks_along
 from shardbook.parallel.schedule import Action, Pipeline
-from shardbook.parallel.tensor import local_part
 
 # (model, micro-batch) -> [1 + metrics]: the loss, which has the gradient, first
 LossFunction = Callable[[Any, Any], Tensor]

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from shardbook.arithmetic import ceil_div
 from shardbook.axes import TP
 from shardbook.comm.zeropp_collectives import all_gather, reduce_scatter
+from shardbook.parallel.local_tensors import local_part
 from shardbook.parallel.units import FULL_NUMEL, TP_SHARDED
 
 
@@ -30,11 +31,15 @@ class TPGroup:
     """The tensor-parallel ranks, and which of them this one is. Tensor-parallel modules hold it; `process_group` is
     set once there is a mesh.
 
-    Attention, or an MLP, on two ranks, for the four tokens t of a micro-batch:
+    Attention, or an MLP, on four ranks, for the eight tokens t of a micro-batch; each collective is among all four:
 
                   norm     all_gather    column-parallel            row-parallel           reduce_scatter
-        rank 0    t0 t1    t0 to t3      the first half of heads    partial sums, t0-t3    t0 t1
-        rank 1    t2 t3    t0 to t3      the second half            partial sums, t0-t3    t2 t3
+        rank 0    t0 t1    t0 to t7      first quarter of heads     partial sums, t0-t7    t0 t1
+        rank 1    t2 t3    t0 to t7      second quarter             partial sums, t0-t7    t2 t3
+        rank 2    t4 t5    t0 to t7      third quarter              partial sums, t0-t7    t4 t5
+        rank 3    t6 t7    t0 to t7      fourth quarter             partial sums, t0-t7    t6 t7
+
+    An MLP's inner features are split as heads are, and the rows of embedding and head into quarters of the vocabulary.
     """
 
     size: int
@@ -96,11 +101,6 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         return all_gather_plain(grad_output, ctx.tp_group).view(ctx.shape), None
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Returns this rank's part of a DTensor, whose gradient goes on to the DTensor; a plain tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class ShardedLinear(nn.Linear):

@@ -17,7 +17,7 @@ from shardbook.memory.host_state import offloaded_bytes
 from shardbook.model.attention import kernel_on_gpu
 from shardbook.model.causal_lm import CausalLM, Flops, count_flops
 from shardbook.model.context import check_heads
-from shardbook.model.laid_out import World, build_adapted, layout_of
+from shardbook.model.placement import World, build_adapted, layout_of
 from shardbook.model.selfcheck import check_family
 from shardbook.model.shapes import shape_config
 from shardbook.model.weights import student_parameters

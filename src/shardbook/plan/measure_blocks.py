@@ -22,7 +22,7 @@ from shardbook.memory.activation import apply_checkpointing
 from shardbook.model.attention import Kernel, kernel_of, kernel_on_gpu
 from shardbook.model.causal_lm import build_model, materialize
 from shardbook.model.comparisons import raise_if_ours
-from shardbook.model.laid_out import build_adapted
+from shardbook.model.placement import build_adapted
 from shardbook.model.selfcheck import check_family, remember
 from shardbook.model.shrink import keep_layers
 from shardbook.parallel.context import CPGroup

@@ -8,7 +8,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from shardbook.model.laid_out import World, lay_out
+from shardbook.model.placement import World, place_model
 from shardbook.plan.advice import ADAPTERS, Advice, advise, fit_adapters
 from shardbook.plan.cluster import DISK, DOCUMENT_TOKENS, SIZE_KEYS, Candidate, Planner, build_planner
 from shardbook.plan.events import step_bytes
@@ -62,7 +62,7 @@ def make_report(
         from shardbook.plan.simulate import simulate_step  # makes a process group, and loads torch's fake tensors
 
         world = World(cluster.gpus, cluster.a_node)
-        simulated = simulate_step(lay_out(planner.recipe, world, planner.config, planner.teacher), terms)
+        simulated = simulate_step(place_model(planner.recipe, world, planner.config, planner.teacher), terms)
     advice = advise(planner, cluster)
     is_whole = recipe.lora.r == 0 and recipe.offload.optimizer == "none"
     needs_tier = advice.best is None or advice.best.recipe.offload.optimizer != "none"

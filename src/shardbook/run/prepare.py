@@ -26,9 +26,9 @@ from shardbook.model.causal_lm import Flops, count_flops
 from shardbook.model.families import load_config
 from shardbook.model.flash import choose_flash, current_flash, use_flash
 from shardbook.model.hub import config_folder, model_folder, tokenizer_folder
-from shardbook.model.laid_out import LaidOut, World, lay_out
+from shardbook.model.placement import PlacedModel, World, place_model
 from shardbook.model.selfcheck import check_family, remember
-from shardbook.model.stored import digest_ends
+from shardbook.model.weight_files import digest_ends
 from shardbook.objectives import Objective, build_objective
 from shardbook.plan.formulas import predict_memory_metrics
 from shardbook.plan.hardware import HOST_ROOM
@@ -39,15 +39,15 @@ from shardbook.plan.speed import predict_perf_metrics
 from shardbook.ranks.distributed import broadcast_from_main, check_same_on_all_ranks
 from shardbook.recipe import Recipe, RecipeError, resolve_precision, with_settings
 from shardbook.run.directory import first_day
+from shardbook.run.load_teacher import load_teacher
 from shardbook.run.prompts import Prompts, build_prompts
-from shardbook.run.teacher import load_teacher
 from shardbook.terminal import print_line
 
 InTurn = Callable[[], AbstractContextManager[None]]  # around reads of files: a node's first rank before the others
 
 
 @dataclass(frozen=True)
-class Job(LaidOut):
+class Job(PlacedModel):
     """A run that is ready to begin: its objective, data and steps, and the predictions for it."""
 
     objective: Objective
@@ -65,7 +65,7 @@ class Job(LaidOut):
     forecast: dict[str, float | int]  # predicted metrics
 
 
-def lay_out_run(recipe: Recipe, world: World, in_turn: InTurn = nullcontext) -> LaidOut:
+def lay_out_run(recipe: Recipe, world: World, in_turn: InTurn = nullcontext) -> PlacedModel:
     """Returns `recipe` laid out on `world`, whose device computes attention by the implementation for it from then on.
     Fetches nothing large. Raises RecipeError where recipe, device, model and mesh contradict each other, or ranks
     would compute attention by different ones."""
@@ -76,13 +76,13 @@ def lay_out_run(recipe: Recipe, world: World, in_turn: InTurn = nullcontext) -> 
         remember(config, broadcast_from_main(lambda: check_family(config)))
     with in_turn():
         teacher = load_teacher(recipe)
-    laid = lay_out(recipe, world, config, teacher)
+    laid = place_model(recipe, world, config, teacher)
     if world.device:
         _switch_flash(laid, world.device)
     return laid
 
 
-def _switch_flash(laid: LaidOut, device: torch.device) -> None:
+def _switch_flash(laid: PlacedModel, device: torch.device) -> None:
     """Switches torch's flash attention, before its first call, to the implementation for a model on `device`."""
     largest = max(head_size(config) for config in (laid.config, laid.teacher) if config)
     name = choose_flash(laid.attention.name, largest, device, laid.recipe.train.deterministic)
@@ -93,7 +93,7 @@ def _switch_flash(laid: LaidOut, device: torch.device) -> None:
 
 
 def prepare_job(
-    laid: LaidOut, in_turn: InTurn = nullcontext, run: Path | None = None, checkpoint: Path | str = ""
+    laid: PlacedModel, in_turn: InTurn = nullcontext, run: Path | None = None, checkpoint: Path | str = ""
 ) -> Job:
     """Returns the job of a run that is laid out: weights on this node (not for a rehearsal), tokenizer, every row of
     the data, and predictions. `run`: its directory; `checkpoint`: that it begins with. Raises RecipeError where one is
@@ -170,7 +170,7 @@ def _with_day(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, day: str) -> R
     return changed
 
 
-def check_host(laid: LaidOut, documents: Documents) -> None:
+def check_host(laid: PlacedModel, documents: Documents) -> None:
     """Raises RecipeError, with the smallest change that fits, where a step of this CPU's ranks is predicted to take
     more memory than the machine has to give: the kernel would end a rank in mid-run, and say nothing."""
     ranks, lengths = laid.world.ranks_per_node, column(documents.encoded, "length")

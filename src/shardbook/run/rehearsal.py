@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from shardbook.model.laid_out import World
+from shardbook.model.placement import World
 from shardbook.recipe import Recipe
 from shardbook.run.checkpoint.format import newest_checkpoint
 from shardbook.run.job_summary import describe_job

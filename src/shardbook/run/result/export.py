@@ -16,7 +16,7 @@ from shardbook.model.export_files import choose_padding, write_generation
 from shardbook.model.families import load_config
 from shardbook.model.file_names import FileNames
 from shardbook.model.hub import loadable, model_folder, tokenizer_folder
-from shardbook.model.stored import open_tensors
+from shardbook.model.weight_files import open_tensors
 from shardbook.model.weights import (
     full_shapes,
     full_tensors,

@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from shardbook.model.blocks import Blocks
 from shardbook.model.experts import stack_rows
 
-Change = Callable[[Tensor], Tensor]
+Transform = Callable[[Tensor], Tensor]
 Module = TypeVar("Module", bound=nn.Module)
 IS_INITIALIZED = "_is_hf_initialized"  # transformers' mark of a tensor that its initialize_weights leaves as it is
 IN_FP32 = "_keep_in_fp32_modules_strict"  # transformers' name of what keeps fp32 in a bf16 model: biases of routers
@@ -59,7 +59,7 @@ class Parts:
         return getattr(self.hf_model, self.names.head)
 
 
-def take_apart(config: PreTrainedConfig, dtype: torch.dtype) -> Parts:
+def split_model(config: PreTrainedConfig, dtype: torch.dtype) -> Parts:
     """Returns the parts of transformers' causal LM of `config`, with `Blocks` in place of its list of blocks. Raises
     Unfit where it has none."""
     kernel = config._attn_implementation
@@ -188,7 +188,7 @@ class _SameLogits(nn.Identity):
     weight = torch.empty(0)
 
 
-def find_finish(parts: Parts) -> tuple[Change | None, Change | None]:
+def find_logit_transform(parts: Parts) -> tuple[Transform | None, Transform | None]:
     """Returns the change that the family's own forward makes to its head's logits: as a change of hidden states before
     the head where that is the same (a scale: logits are many more numbers), else as a change of logits; None for no
     change."""
@@ -196,13 +196,13 @@ def find_finish(parts: Parts) -> tuple[Change | None, Change | None]:
     setattr(shell, parts.names.base, _Stub(parts.base))
     setattr(shell, parts.names.head, _SameLogits())
 
-    def finish(logits: Tensor) -> Tensor:
+    def logit_transform(logits: Tensor) -> Tensor:
         return shell(inputs_embeds=logits[None], use_cache=False).logits[0]
 
     given = torch.linspace(-3, 40, 32, dtype=torch.float64).view(2, 16)
     with torch.no_grad():
         try:
-            output = finish(given).to(given.dtype)
+            output = logit_transform(given).to(given.dtype)
         except Exception as error:
             raise Unfit(f"what follows its head is not found ({type(error).__name__})") from None
         if torch.equal(output, given):
@@ -212,4 +212,4 @@ def find_finish(parts: Parts) -> tuple[Change | None, Change | None]:
         for scale in (lambda hidden: hidden / divisor, lambda hidden: hidden * factor):
             if torch.equal(scale(given), output):
                 return scale, None
-    return None, finish
+    return None, logit_transform

@@ -1,6 +1,6 @@
-"""A model laid out on ranks: made from a recipe, a model's config and a number of ranks, before any memory is taken.
+"""A model placed on ranks: made from a recipe, a model's config and a number of ranks, before any memory is taken.
 
-Invariant: a run, its rehearsal, its simulation and its plan build it by `lay_out`, so all refuse the same recipes.
+Invariant: a run, its rehearsal, its simulation and its plan build it by `place_model`, so all refuse the same recipes.
 The model lies on the meta device, and no process group is needed.
 """
 
@@ -26,7 +26,7 @@ from shardbook.recipe import Recipe, RecipeError
 
 @dataclass(frozen=True)
 class World:
-    """The ranks that a model is laid out on, and which of them this is."""
+    """The ranks that a model is placed on, and which of them this is."""
 
     size: int
     ranks_per_node: int
@@ -46,7 +46,7 @@ class World:
 
 
 @dataclass(frozen=True)
-class LaidOut:
+class PlacedModel:
     """A recipe without `auto`, with its model and layout as one rank of a world has them."""
 
     recipe: Recipe
@@ -57,12 +57,14 @@ class LaidOut:
     model: CausalLM
     layout: Layout
 
-    def with_layers(self, layers: int) -> "LaidOut":
+    def with_layers(self, layers: int) -> "PlacedModel":
         """Returns this with its first `layers` layers."""
-        return lay_out(self.recipe, self.world, keep_layers(self.config, range(layers)), self.teacher)
+        return place_model(self.recipe, self.world, keep_layers(self.config, range(layers)), self.teacher)
 
 
-def lay_out(recipe: Recipe, world: World, config: PreTrainedConfig, teacher: PreTrainedConfig | None) -> LaidOut:
+def place_model(
+    recipe: Recipe, world: World, config: PreTrainedConfig, teacher: PreTrainedConfig | None
+) -> PlacedModel:
     """Returns `recipe` (without `auto`) with a model of `config` on `world`, beside a model of the config `teacher`.
     Raises RecipeError where attention, adapters, mesh or tiers do not fit the model, the device or each other."""
     asked, dtype = recipe.model.attention, DTYPES[recipe.precision.params]
@@ -72,7 +74,7 @@ def lay_out(recipe: Recipe, world: World, config: PreTrainedConfig, teacher: Pre
     else:
         attention = kernel_on_gpu(asked, demands)
     model = build_adapted(recipe, config, attention, teacher, world.rank, world.size)
-    return LaidOut(recipe, world, config, teacher, attention, model, layout_of(recipe, model, world))
+    return PlacedModel(recipe, world, config, teacher, attention, model, layout_of(recipe, model, world))
 
 
 def check_recipe(recipe: Recipe, config: PreTrainedConfig) -> None:
