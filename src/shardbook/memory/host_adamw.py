@@ -82,7 +82,7 @@ class HostAdamW(torch.optim.Optimizer):
         self.stagings = [Staging(page_buffer(host_state.staging_bytes(layout), is_cuda)) for _ in range(STAGINGS)]
         self.d2h_stream = torch.cuda.Stream() if is_cuda else None
         threads = host_state.threads_here(layout.ranks_per_node, device.type)
-        # two threads: gradients are added up beside the steps, since backward waits for the buffers that they leave
+        # Two threads: backward waits for gradients' buffers, so they are added up while another unit's step runs.
         self.accumulator, self.worker = (
             ThreadPoolExecutor(1, name, self._begin_thread, (threads,)) for name in ("gradients", "host-adamw")
         )

@@ -62,7 +62,7 @@ class Blocks(nn.ModuleList):
 
     def __init__(self, blocks: Sequence[nn.Module | None], facts: Sequence[dict[str, Any]] = ()):
         super().__init__(blocks)  # type: ignore[arg-type]
-        # what a forward may read of a block that is not here: a layer's kind
+        # A forward may read attributes of a block that lies on another rank: its layer's kind.
         self.facts = list(facts) or [_plain_attributes(block) for block in blocks]
 
     def only(self, numbers: Sequence[int]) -> "Blocks":

@@ -92,7 +92,7 @@ def _shrunk(words: dict[str, Any], layers: int) -> dict[str, Any]:
         if value := words.get(name):
             heads = words.get(of_heads) or words.get("n_head") or 2 * value
             few = shrunk.get(of_heads) or shrunk.get("n_head") or 4
-            shrunk[name] = 3 if heads % value else few if value == heads else min(value, 2)  # 3: as wrong as it was
+            shrunk[name] = 3 if heads % value else few if value == heads else min(value, 2)  # 3 divides no better
     if words.get("qk_head_dim"):
         shrunk["qk_head_dim"] = shrunk["qk_nope_head_dim"] + shrunk["qk_rope_head_dim"]
     width, rotated, others = (words.get(f"{name}head_dim") or 0 for name in ("", "qk_rope_", "qk_nope_"))
@@ -103,7 +103,7 @@ def _shrunk(words: dict[str, Any], layers: int) -> dict[str, Any]:
     if isinstance(words.get("num_kv_shared_layers"), int):
         shrunk["num_kv_shared_layers"] = min(words["num_kv_shared_layers"], len(kept) // 2)
     if (words.get("pad_token_id") or 0) >= words.get("vocab_size", math.inf):
-        shrunk["pad_token_id"] = VOCABULARY  # as wrong as it was
+        shrunk["pad_token_id"] = VOCABULARY  # outside of the vocabulary, as it was
     _cut_rotations(shrunk)
     return shrunk
 

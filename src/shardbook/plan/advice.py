@@ -14,7 +14,7 @@ from shardbook.recipe import TIERS, conflicts, with_settings
 
 AGAIN = {"none": 0.0, "selective": 0.05, "full": 0.25}  # greatest share of a step's time that recompute takes
 GAIN = 0.9  # other tp, cp or pp must get below this share of a step's time: the estimate is no better
-# of which weights only few are trained
+# settings with which few of the weights are trained
 ADAPTERS: dict[str, dict[str, Any]] = {"LoRA": {"lora.r": 16}, "QLoRA": {"lora.r": 16, "model.load_in_4bit": True}}
 
 
