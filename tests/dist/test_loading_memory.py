@@ -19,7 +19,7 @@ def load(folder, *words):
     import gc
     from pathlib import Path
 
-    from shardbook.model.laid_out import build_adapted
+    from shardbook.model.placement import build_adapted
 
     from shardbook.cli import PLAIN
     from shardbook.model.causal_lm import materialize

@@ -15,7 +15,7 @@ from tiny import config, said_by, write_model
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from varlen import plain_varlen_attn
 
-from shardbook.model import attention, masks, parts, selfcheck
+from shardbook.model import attention, hf_model, masks, selfcheck
 from shardbook.model.attention import KERNELS, PLAIN
 from shardbook.model.causal_lm import build_model, materialize
 from shardbook.model.placement import World, check_recipe, place_model
@@ -131,7 +131,7 @@ def head_unfinished(patch):
 
 
 def buffers_unfilled(patch):
-    patch.setattr(parts.PreTrainedModel, "initialize_weights", lambda base: None)
+    patch.setattr(hf_model.PreTrainedModel, "initialize_weights", lambda base: None)
 
 
 def positions_go_on(patch):
