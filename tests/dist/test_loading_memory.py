@@ -19,11 +19,10 @@ def load(folder, *words):
     import gc
     from pathlib import Path
 
-    from shardbook.model.placement import build_adapted
-
     from shardbook.cli import PLAIN
     from shardbook.model.causal_lm import materialize
     from shardbook.model.families import load_config
+    from shardbook.model.placement import build_adapted
     from shardbook.model.weights import load_weights
     from shardbook.parallel.layout import build_layout
     from shardbook.parallel.mesh import build_mesh
