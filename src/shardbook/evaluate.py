@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from shardbook.model.adapter_files import load_adapter
-from shardbook.model.laid_out import World
+from shardbook.model.placement import World
 from shardbook.model.weights import load_weights
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.ranks.distributed import Ranks, broadcast_from_main, local_main_process_first
@@ -33,13 +33,13 @@ from shardbook.run.directory import first_day, read_facts
 from shardbook.run.eval.model import describe_rows, evaluation_recipe
 from shardbook.run.eval.observer import evaluate
 from shardbook.run.eval.reference import Reference
+from shardbook.run.load_teacher import fill_teacher
 from shardbook.run.log.console import Console
 from shardbook.run.out_of_memory import OomGuard
 from shardbook.run.preflight import check_named
-from shardbook.run.prepare import Job, lay_out_run, prepare_job
+from shardbook.run.prepare import Job, place_run, prepare_job
 from shardbook.run.rank import guard, with_ranks
 from shardbook.run.start import load_base
-from shardbook.run.teacher import fill_teacher
 
 LIKELIHOODS = {"sft": "loss", "distill": "nll"}  # by method, the metric whose exponential is the perplexity
 
@@ -48,8 +48,8 @@ def evaluate_model(model: str, recipe: Recipe, run: Path | None, ranks: Ranks, i
     """Returns the held-out numbers of `model`, whose run directory is `run` where it has one, with what they are of;
     prints them where `is_shown`."""
     console, in_turn = Console(ranks.is_main and is_shown), partial(local_main_process_first, ranks)
-    laid = lay_out_run(recipe, World(ranks.world_size, ranks.ranks_per_node, ranks.rank, ranks.device), in_turn)
-    job = prepare_job(laid, in_turn, broadcast_from_main(lambda: first_day({}, "")))
+    placed = place_run(recipe, World(ranks.world_size, ranks.ranks_per_node, ranks.rank, ranks.device), in_turn)
+    job = prepare_job(placed, in_turn, broadcast_from_main(lambda: first_day({}, "")))
     assert job.held_out is not None  # evaluation_recipe has seen to it
     if rows := describe_rows(recipe, run):
         console.print(f"rows     {rows}")
@@ -57,9 +57,9 @@ def evaluate_model(model: str, recipe: Recipe, run: Path | None, ranks: Ranks, i
     sharded = build_sharded(job, ranks.device)
     oom_guard = OomGuard(job, sharded)
     with oom_guard, tempfile.TemporaryDirectory() as folder:
-        optimizer = oom_guard.optimizer = allocate_state(job.model, sharded, laid.recipe.optim, ranks.device)
-        source = load_base(laid.recipe, sharded, job.folder)
-        fill_teacher(sharded, laid.recipe)
+        optimizer = oom_guard.optimizer = allocate_state(job.model, sharded, placed.recipe.optim, ranks.device)
+        source = load_base(placed.recipe, sharded, job.folder)
+        fill_teacher(sharded, placed.recipe)
         sharded.upload_shards()
         reference = Reference(job, Path(folder), ranks, console, StopFlag())
         if not reference.read(sharded, job.folder, goes_on=False):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from shardbook.model.laid_out import World
+from shardbook.model.placement import World
 from shardbook.optim import clip_gradients, learning_rate, set_learning_rate
 from shardbook.parallel.pipeline import run_step
 from shardbook.ranks.distributed import (
@@ -43,7 +43,7 @@ from shardbook.run.log.step_log import StepLog
 from shardbook.run.out_of_memory import OomGuard
 from shardbook.run.prefetch import BatchPrefetcher
 from shardbook.run.preflight import preflight
-from shardbook.run.prepare import lay_out_run, prepare_job
+from shardbook.run.prepare import place_run, prepare_job
 from shardbook.run.profile import Profile
 from shardbook.run.rank import guard, with_ranks
 from shardbook.run.result.export import export_result
@@ -64,13 +64,13 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     stop = StopFlag().listen()
 
     # Config -> meta model -> layout: a wrong recipe is refused here, before anything large is fetched or built.
-    laid = lay_out_run(recipe, World(ranks.world_size, ranks.ranks_per_node, ranks.rank, ranks.device), in_turn)
-    recipe = laid.recipe
+    placed = place_run(recipe, World(ranks.world_size, ranks.ranks_per_node, ranks.rank, ranks.device), in_turn)
+    recipe = placed.recipe
 
     # The run's newest checkpoint; then weights on this node, tokenizer and data; then the run's directory.
     run, newest = broadcast_from_main(lambda: find_run(recipe, recipe_path))
     console.print(f"run      {run.path}")
-    job = prepare_job(laid, in_turn, run.day)
+    job = prepare_job(placed, in_turn, run.day)
     if run.finished_steps >= job.steps:
         more = f"raise train.steps above {run.finished_steps}, or " * run.is_saved(newest)
         console.print(f"done     this run has finished its {run.finished_steps} steps; {more}choose another run.name")

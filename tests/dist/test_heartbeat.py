@@ -100,15 +100,15 @@ def test_rank_0_stays_for_those_who_are_not_done(recipe, tmp_path):
 
 def build_late():
     """Rank 1 finds out a second later than rank 0 what is wrong."""
-    from shardbook.model import laid_out
+    from shardbook.model import placement
 
-    build = laid_out.build_layout
+    build = placement.build_layout
 
     def build_layout(*words):
         time.sleep(int(os.environ["RANK"]))
         return build(*words)
 
-    laid_out.build_layout = build_layout
+    placement.build_layout = build_layout
 
 
 def test_a_refused_recipe_stays_one_line(recipe, tmp_path):

@@ -22,7 +22,7 @@ def load(folder, *words):
     from shardbook.cli import PLAIN
     from shardbook.model.causal_lm import materialize
     from shardbook.model.families import load_config
-    from shardbook.model.laid_out import build_adapted
+    from shardbook.model.placement import build_adapted
     from shardbook.model.weights import load_weights
     from shardbook.parallel.layout import build_layout
     from shardbook.parallel.mesh import build_mesh
@@ -66,7 +66,7 @@ def ask_family(folder):
 
 def whole_first(folder):
     """Planted bug: every rank reads whole tensors, and keeps them."""
-    from shardbook.model.stored import StoredTensor
+    from shardbook.model.weight_files import StoredTensor
 
     ask_family(folder)
     read, kept = StoredTensor.read_rows, []
@@ -83,7 +83,7 @@ def mapped(folder):
     """Planted bug: the library's mapping of a file, kept while it is needed: what was read stays resident."""
     from safetensors import safe_open
 
-    from shardbook.model.stored import StoredTensor
+    from shardbook.model.weight_files import StoredTensor
 
     ask_family(folder)
     opened = {}
@@ -144,12 +144,12 @@ def wide(tmp_path_factory):
 def load_columns(folder, bug):
     import ctypes
 
-    from shardbook.model import stored
+    from shardbook.model import weight_files
 
-    stored.PIECE = MIB
+    weight_files.PIECE = MIB
     # M_MMAP_THRESHOLD: else glibc raises it with each large block that is freed, and sometimes a hole of 12 MiB stays
     ctypes.CDLL(None).mallopt(-3, MIB // 2)
-    bug and bug(stored.StoredTensor)
+    bug and bug(weight_files.StoredTensor)
     return load(folder, "parallel.tp_size=2")
 
 
@@ -187,12 +187,12 @@ def load_counting(folder, bug):
 
     from safetensors.torch import load_file
 
-    from shardbook.model import stored, weights
-    from shardbook.model.stored import StoredTensor
+    from shardbook.model import weight_files, weights
+    from shardbook.model.weight_files import StoredTensor
 
     ask_family(folder)
     opened, held, own, counting = [], [], [], []
-    bug and bug(stored, weights)
+    bug and bug(weight_files, weights)
     read = StoredTensor.read_rows
 
     def watched(tensor, rows):
@@ -237,24 +237,24 @@ def characters_read():
     return int(line.split()[1])
 
 
-def opens_for_each_tensor(stored, weights):
+def opens_for_each_tensor(weight_files, weights):
     """Planted bug: what loading did before: a file is opened for the rows of each tensor."""
 
     def read_rows(tensor, rows):
         with tensor.path.open("rb", buffering=0) as file:
             return read(dataclasses.replace(tensor, file=file), rows)
 
-    read = stored.StoredTensor.read_rows
-    stored.StoredTensor.read_rows = read_rows
+    read = weight_files.StoredTensor.read_rows
+    weight_files.StoredTensor.read_rows = read_rows
 
 
-def reads_all_rows(stored, weights):
+def reads_all_rows(weight_files, weights):
     """Planted bug: the whole tensor is read, and cut."""
-    read = stored.StoredTensor.read_rows
-    stored.StoredTensor.read_rows = lambda tensor, rows: read(tensor, slice(0, tensor.shape[0]))[rows]
+    read = weight_files.StoredTensor.read_rows
+    weight_files.StoredTensor.read_rows = lambda tensor, rows: read(tensor, slice(0, tensor.shape[0]))[rows]
 
 
-def rows_of_another_rank(stored, weights):
+def rows_of_another_rank(weight_files, weights):
     """Planted bug: each rank reads the other one's rows."""
     real = weights.local_slices
 

@@ -46,7 +46,7 @@ def measure(shape, batch, length, params, cases, bound, *more):
     from shardbook.cli import PLAIN
     from shardbook.memory.activation import apply_checkpointing
     from shardbook.model.causal_lm import materialize
-    from shardbook.model.laid_out import build_adapted
+    from shardbook.model.placement import build_adapted
     from shardbook.model.weights import init_weights
     from shardbook.objectives.sft import sft_loss
     from shardbook.parallel.layout import build_layout

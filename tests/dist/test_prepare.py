@@ -7,9 +7,9 @@ import pytest
 from planted import replace
 from world import losses, metrics, run_world, train_rank
 
-from shardbook.model.laid_out import World
+from shardbook.model.placement import World
 from shardbook.recipe import RecipeError, load_recipe
-from shardbook.run.prepare import lay_out_run, prepare_job
+from shardbook.run.prepare import place_run, prepare_job
 
 RUNS = {
     "zero3": ("data.eval_size=4", "generate.steps=2", "generate.max_new_tokens=3", "activation.checkpointing=full"),
@@ -64,14 +64,14 @@ def test_a_rehearsal_prepares_the_job_that_its_run_has(recipe, name):
     jobs = run_world(2, jobs_of_a_run, [str(recipe), *words], 2)
     assert [measured > 0 for *_, measured in jobs] == [True, False], "one rank measures, and tells the others"
     for world, of_run, _ in jobs:
-        rehearsed = prepare_job(lay_out_run(load_recipe(recipe, words), dataclasses.replace(world)))
+        rehearsed = prepare_job(place_run(load_recipe(recipe, words), dataclasses.replace(world)))
         assert facts(rehearsed) == of_run
 
 
 def test_another_number_of_ranks_is_another_job(recipe):
     """What is compared tells jobs apart."""
     words = ["parallel.stage=zero3", "train.steps=2", "train.export=false"]
-    found = [prepare_job(lay_out_run(load_recipe(recipe, words), World(size, 1))) for size in (1, 2)]
+    found = [prepare_job(place_run(load_recipe(recipe, words), World(size, 1))) for size in (1, 2)]
     differ = {name for name, value in facts(found[0]).items() if facts(found[1])[name] != value}
     assert {"layout", "batching", "peak"} <= differ
 
@@ -84,7 +84,7 @@ def test_a_cpu_refuses_what_its_memory_does_not_hold(recipe, monkeypatch):
 
     words = ["train.per_device_train_batch_size=64", "train.export=false"]
     here = World(2, 2, 0, torch.device("cpu"))
-    laid = lay_out_run(load_recipe(recipe, words), here)
+    laid = place_run(load_recipe(recipe, words), here)
     monkeypatch.setattr(prepare, "available_memory", lambda: 10**12)
     peak = prepare_job(laid).peak.total
     monkeypatch.setattr(prepare, "available_memory", lambda: int(0.9 * 2 * peak))
@@ -95,8 +95,8 @@ def test_a_cpu_refuses_what_its_memory_does_not_hold(recipe, monkeypatch):
         r"a step takes [\d.]+ GB on each of 2 ranks here, and this machine has [\d.]+ GB for each", said
     )
     assert change == "train.per_device_train_batch_size=32 train.gradient_accumulation_steps=2"
-    prepare_job(lay_out_run(load_recipe(recipe, change.split()), here))
-    prepare_job(lay_out_run(load_recipe(recipe, [*words, "data.packing=false", "data.max_length=256"]), World(2, 2)))
+    prepare_job(place_run(load_recipe(recipe, change.split()), here))
+    prepare_job(place_run(load_recipe(recipe, [*words, "data.packing=false", "data.max_length=256"]), World(2, 2)))
     monkeypatch.setattr(prepare, "available_memory", lambda: 1000)
     with pytest.raises(RecipeError, match="no single change would fit; shardbook plan also tries"):
         prepare_job(laid)

@@ -52,7 +52,7 @@ def losses_of(axis, families):
 
     from shardbook.data.loader import Batching, build_micro_batch
     from shardbook.model.causal_lm import materialize
-    from shardbook.model.laid_out import World, lay_out
+    from shardbook.model.placement import World, place_model
     from shardbook.model.weights import shard_slices, stored_buffers
     from shardbook.objectives.sft import sft_loss
     from shardbook.optim import clip_gradients
@@ -74,7 +74,7 @@ def losses_of(axis, families):
         settings["precision"] = {"params": "fp32"}
         try:
             recipe = resolve_precision(Recipe.model_validate(settings), "cpu")
-            laid = lay_out(recipe, World(2, 2, rank, device), small_config(family), None)
+            laid = place_model(recipe, World(2, 2, rank, device), small_config(family), None)
         except RecipeError as error:
             found[family] = str(error)
             continue

@@ -75,7 +75,7 @@ def saved_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 def lay_out(words: list[str], recipe: Path) -> tuple:
     """On each rank: a recipe's model under its stage, with its optimizer; nothing is loaded."""
     from shardbook.model.families import load_config
-    from shardbook.model.laid_out import build_adapted
+    from shardbook.model.placement import build_adapted
     from shardbook.parallel.layout import build_layout
     from shardbook.parallel.mesh import build_mesh
     from shardbook.parallel.sharding import apply_stage
@@ -248,13 +248,13 @@ def test_an_export_is_that_of_one_process_to_the_bit(world, words, model, start,
 
 def draws_by_own_place(words):
     """Planted bug: weights begin as their place among those of the rank says, so two stages begin alike."""
-    from shardbook.parallel.units import GLOBAL_SHAPES
+    from shardbook.parallel.units import FULL_SHAPES
     from shardbook.run import start
 
     def init_weights(model, *given, **named):
-        whole = vars(model).pop(GLOBAL_SHAPES)
+        whole = vars(model).pop(FULL_SHAPES)
         real(model, *given, **named)
-        setattr(model, GLOBAL_SHAPES, whole)
+        setattr(model, FULL_SHAPES, whole)
 
     real, start.init_weights = start.init_weights, init_weights
     return train_rank(words)

@@ -16,7 +16,7 @@ from shardbook.memory.host_state import offloaded_bytes
 from shardbook.model.attention import KERNELS
 from shardbook.model.causal_lm import count_flops
 from shardbook.model.families import load_config
-from shardbook.model.laid_out import build_adapted
+from shardbook.model.placement import build_adapted
 from shardbook.model.shapes import shape_config
 from shardbook.model.weights import is_adapter
 from shardbook.parallel.layout import DTYPES, build_layout

@@ -184,7 +184,7 @@ def block_left_unwrapped():
 
 @planted_in("zero3", 1, 2)
 def zero3_that_is_zero2():
-    kept = functools.partial(dataclasses.replace, frees=False, reshard_after_forward=False)
+    kept = functools.partial(dataclasses.replace, reshard_after_backward=False, reshard_after_forward=False)
     with_other_units(lambda units: tuple(map(kept, units)))
 
 
@@ -281,8 +281,8 @@ def gathered_tokens_sliced_in_backward():
     from shardbook.parallel import tensor
 
     def backward(ctx, grad_output):
-        each = grad_output.shape[1] // ctx.axis.size
-        return grad_output[:, ctx.axis.tp_rank * each :][:, :each].contiguous(), None
+        each = grad_output.shape[1] // ctx.tp_group.size
+        return grad_output[:, ctx.tp_group.tp_rank * each :][:, :each].contiguous(), None
 
     tensor._AllGather.backward = staticmethod(backward)
 
@@ -622,15 +622,15 @@ def in_each_micro_batch(change):
 
 def with_other_units(change):
     """The layout has the units `change(units)`, for whoever applies or predicts."""
-    from shardbook.model import laid_out
+    from shardbook.model import placement
 
-    real = laid_out.build_layout
+    real = placement.build_layout
 
     def build_layout(*given):
         layout = real(*given)
         return dataclasses.replace(layout, units=change(layout.units))
 
-    laid_out.build_layout = build_layout
+    placement.build_layout = build_layout
 
 
 def run_planted(name, *args):

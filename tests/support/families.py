@@ -140,10 +140,10 @@ def ask_all() -> dict[str, dict]:
                 found[family] = {"kind": "text", "why": f"its text model is trained, as {text.model_type}"}
                 continue
             said = check_family(config)
-        of = {"kind": said.kind, "why": (said.refused or said.apart).partition(" (")[0]}
-        of |= {"together": said.together.partition(" (")[0]}
-        of |= {"uncached": said.uncached.partition(" (")[0]}
-        of |= {"kernels": str(said.demands).removeprefix(" and "), "frozen": len(said.unreached)}
+        of = {"kind": said.kind, "why": (said.refused or said.no_packing_reason).partition(" (")[0]}
+        of |= {"together": said.no_pipeline_reason.partition(" (")[0]}
+        of |= {"uncached": said.no_generation_reason.partition(" (")[0]}
+        of |= {"kernels": str(said.demands).removeprefix(" and "), "frozen": len(said.without_gradient)}
         found[family] = {name: value for name, value in of.items() if value}
     return found
 

@@ -71,7 +71,7 @@ def pair(family, kernel=""):
     ours = build_model(type(small).from_dict(small.to_dict()), "fp32", 7, KERNELS[kernel or kernel_of(found)])
     materialize(ours, torch.device("cpu"))
     ours.load_state_dict(theirs.state_dict())
-    freeze(ours, found.unreached)
+    freeze(ours, found.without_gradient)
     return theirs, ours.eval()
 
 

@@ -35,10 +35,10 @@ def know_tiny_models() -> None:
     import torch
     from tiny import write_all, write_recipe
 
-    from shardbook.model.laid_out import World
+    from shardbook.model.placement import World
     from shardbook.plan.peak import predict_peak
     from shardbook.recipe import load_recipe
-    from shardbook.run.prepare import lay_out_run
+    from shardbook.run.prepare import place_run
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as made:
@@ -47,7 +47,7 @@ def know_tiny_models() -> None:
         for model in ("model", "untied"):
             for kind in ("none", "full"):
                 words = (f"model.path={made}/{model}", f"activation.checkpointing={kind}")
-                laid = lay_out_run(load_recipe(recipe, words), World(1, 1, 0, torch.device("cpu")))
+                laid = place_run(load_recipe(recipe, words), World(1, 1, 0, torch.device("cpu")))
                 predict_peak(laid.layout, laid.config, laid.recipe)
 
 

@@ -260,7 +260,7 @@ def run_plan(asked: argparse.Namespace, words: list[str]) -> int:
     cluster = build_cluster(asked.gpu, asked.gpus, *node)
     from shardbook.model.shapes import hub_id
     from shardbook.objectives import build_objective
-    from shardbook.plan.advised import write_advised
+    from shardbook.plan.recipe_file import write_recipe_file
     from shardbook.plan.report import make_report, show_report
     from shardbook.run.calibration_runs import calibrate, read_sample
 
@@ -278,7 +278,7 @@ def run_plan(asked: argparse.Namespace, words: list[str]) -> int:
 
         write_plan_page(asked.html, report)
     if asked.write:
-        write_advised(report, asked.write)
+        write_recipe_file(report, asked.write)
     return 0
 
 
@@ -307,7 +307,7 @@ def run_data(name: str, overrides: list[str], rows: int, html: Path | None) -> i
     from shardbook.data.preview import show_preview, take_preview
     from shardbook.model.families import load_config
     from shardbook.model.hub import config_folder, tokenizer_folder
-    from shardbook.model.laid_out import check_recipe
+    from shardbook.model.placement import check_recipe
 
     check_recipe(recipe, load_config(recipe.model, config_folder(recipe.model), recipe.data.max_length))
     folder = tokenizer_folder(recipe.model)

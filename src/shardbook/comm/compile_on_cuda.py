@@ -27,8 +27,8 @@ def has_triton() -> bool:
 def fused(
     function: Callable[..., Any], device_type: str, *_constants: object, static_widths: bool = False
 ) -> Callable[..., Any]:
-    """Returns `function`, compiled where it runs on CUDA and Triton is there: once for each value of `_constants`, each
-    a full graph or an error.
+    """Returns `function`, compiled where it runs on CUDA and Triton is there. Each value of `_constants` is compiled on
+    its own. A function that does not fit into one graph raises an error.
 
     Shapes are symbols, but a dimension of 1, or a short block, has a graph of its own: more than the default limit of
     eight, past which a call would fail. A number that changes must come in a tensor, else it is compiled in.

@@ -47,8 +47,8 @@ Traffic = dict[tuple[str, str], Volume]  # (operation, mesh axis)
 
 
 def warmup_steps(compiles: bool, sizes: dict[str, int]) -> int:
-    """Returns how many steps of a run compile or load something for the first time, with axes of these `sizes`: one, or
-    two where the ledger kept the compiler off in the first."""
+    """Returns how many first steps of a run compile or load something, with axes of these `sizes`. It is one, or two
+    where the ledger keeps the compiler off during the first."""
     return 1 + (compiles and holds_compiler(sizes))
 
 

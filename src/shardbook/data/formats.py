@@ -183,8 +183,8 @@ def _read_call(call: Any, number: int, where: str) -> dict[str, Any]:
         extra = f"a tool call of message {number} has {', '.join(unread)}"
         raise RecipeError(f"{where}: {extra}; a call has a name and arguments")
     arguments = _json(function.get("arguments") or {}, f"{where}: arguments of {function['name']} in message {number}")
-    whole = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
-    return {"id": call["id"], **whole} if call.get("id") is not None else whole
+    tool_call = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    return {"id": call["id"], **tool_call} if call.get("id") is not None else tool_call
 
 
 def _read_tools(tools: Any, where: str) -> list[Any] | None:

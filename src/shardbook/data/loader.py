@@ -263,11 +263,11 @@ def slice_rows(micro: MicroBatch, batching: Batching) -> MicroBatch:
     each = length // batching.cp_size
     start = batching.cp_rank * each
     rows, columns = micro.positions // length, micro.positions % length
-    here = (start <= columns) & (columns < start + each)
+    in_slice = (start <= columns) & (columns < start + each)
     ids, places = (of[:, start : start + each].contiguous() for of in (micro.input_ids, micro.position_ids))
-    positions = (rows * each + columns - start)[here]
+    positions = (rows * each + columns - start)[in_slice]
     # the sequence of each trained token, in the order of positions
     owners = torch.arange(len(micro.trained)).repeat_interleave(torch.tensor(micro.trained, dtype=torch.int64))
-    trained = tuple(torch.bincount(owners[here], minlength=len(micro.trained)).tolist())
+    trained = tuple(torch.bincount(owners[in_slice], minlength=len(micro.trained)).tolist())
     facts = micro.packed, micro.max_seqlen, micro.pairs * (batching.cp_rank == 0), trained
-    return MicroBatch(ids, places, micro.cu_seqlens, positions, micro.targets[here], *facts)
+    return MicroBatch(ids, places, micro.cu_seqlens, positions, micro.targets[in_slice], *facts)

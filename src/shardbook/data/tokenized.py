@@ -83,8 +83,8 @@ def build_documents(
     encoded, usable, sources = _encode_source(data.train, "data.train", data, tokenizer, folder, sequences)
     dropped, held_out = len(encoded) - len(usable), None
     if data.eval:
-        other, documents, there = _encode_source(data.eval, "data.eval", data, tokenizer, folder, sequences)
-        held_out = _lay_out(other, documents, data, len(other) - len(documents), sequences, there)
+        other, documents, eval_sources = _encode_source(data.eval, "data.eval", data, tokenizer, folder, sequences)
+        held_out = _lay_out(other, documents, data, len(other) - len(documents), sequences, eval_sources)
     elif data.eval_size:
         size, rows = data.eval_size, len(usable)
         count = int(size) if size >= 1 else max(1, round(size * rows))

@@ -78,17 +78,17 @@ class HostAdamW(torch.optim.Optimizer):
         self.moved = Counter[str]()  # bytes moved in this step
         self.waited = self.seconds = 0.0  # seconds that all-gathers waited for steps; seconds of the host's steps
         self.bucket = max(ALIGN, BUCKET_BYTES // (len(STATE) * FP32) // ALIGN * ALIGN)
-        is_cuda, own = device.type == "cuda", torch.get_num_threads()
+        is_cuda, main_threads = device.type == "cuda", torch.get_num_threads()
         self.stagings = [Staging(page_buffer(host_state.staging_bytes(layout), is_cuda)) for _ in range(STAGINGS)]
         self.d2h_stream = torch.cuda.Stream() if is_cuda else None
         threads = host_state.threads_here(layout.ranks_per_node, device.type)
-        # two threads: gradients are added up beside the steps, since backward waits for the buffers that they leave
+        # Two threads: backward waits for gradients' buffers, so they are added up while another unit's step runs.
         self.accumulator, self.worker = (
             ThreadPoolExecutor(1, name, self._begin_thread, (threads,)) for name in ("gradients", "host-adamw")
         )
         for pool in (self.accumulator, self.worker):
             pool.submit(int).result()
-        torch.set_num_threads(own)  # a thread's first setting also sets every thread that has none yet
+        torch.set_num_threads(main_threads)  # a thread's first setting also sets every thread that has none yet
         uploads = is_cuda and layout.offload.params == "none"
         self.disk = DiskState(file, self.bucket, is_cuda, uploads) if file is not None else None
         for unit in units:
@@ -237,8 +237,8 @@ class HostAdamW(torch.optim.Optimizer):
             flats = [*state, unit.flats["gradients"][first:last]]
             if coefficient != 1.0:
                 flats[3].mul_(coefficient)
-            for settings, own in trained:
-                cut = [(part, step) for slot, step in own if (part := slot.overlap(first, last))]
+            for settings, slots_and_steps in trained:
+                cut = [(part, step) for slot, step in slots_and_steps if (part := slot.overlap(first, last))]
                 if cut:
                     tensors = [[flat[part.start - first : part.stop - first] for part, _ in cut] for flat in flats]
                     step_adamw(tensors, [step.clone() for _, step in cut], **settings)  # clones: it adds 1 to them

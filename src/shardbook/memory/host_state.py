@@ -235,8 +235,8 @@ def available_memory(root: Path = Path("/")) -> int:
             idle = "total_inactive_file"  # with the groups inside, as its usage counts them too
         else:
             continue
-        own = Path(path.lstrip("/"))
-        for group in (own, *own.parents):  # in a container a path named from outside may be absent: its root is not
+        cgroup = Path(path.lstrip("/"))
+        for group in (cgroup, *cgroup.parents):  # in a container only the root of a path named from outside may exist
             folder = root / "sys/fs/cgroup" / tree / group
             with contextlib.suppress(OSError, ValueError):  # no such file, or `max`
                 most, taken = int((folder / limit).read_text()), int((folder / used).read_text())

@@ -35,16 +35,16 @@ class PeftNames:
 
     kind: str  # the class
     library: str  # its module, where no class of peft's finds it by the task; empty: one does
-    base: tuple[str, str]  # the name of the model's base model, here and there
+    base: tuple[str, str]  # the name of the model's base model, in the model and in the files
     blocks: str  # of its list of blocks, inside the base model
 
     @property
     def is_deeper(self) -> bool:
         return len(set(self.base)) > 1
 
-    def there(self, name: str) -> str:
-        here, there = self.base
-        return there + name.removeprefix(here) if name.startswith(f"{here}.") else name
+    def in_files(self, name: str) -> str:
+        base, base_in_files = self.base
+        return base_in_files + name.removeprefix(base) if name.startswith(f"{base}.") else name
 
     def targets(self, modules: Iterable[str]) -> list[str] | str:
         """Returns peft's `target_modules` for adapters of these `modules`: their last names or, where other parts have
@@ -56,47 +56,47 @@ class PeftNames:
 
 def find_peft_names(model: CausalLM, folder: Path) -> PeftNames:
     """Returns the names of `model` in peft's files, where `folder` has its config."""
-    here, blocks = model.names.base, model.names.blocks
+    base, blocks = model.names.base, model.names.blocks
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     is_seen = config.model_type not in tables.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     known = tables.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | tables.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     auto: Any = AutoModelForImageTextToText if is_seen else AutoModelForCausalLM
-    plain = PeftNames("", "", (here, here), blocks)
+    plain = PeftNames("", "", (base, base), blocks)
     if config.get_text_config() is config or model.scores or config.model_type not in known:
         return plain
     with torch.device("meta"):
-        whole = auto.from_config(config)
-    there = next((name for name, module in whole.named_modules() if type(module) is type(model.base)), None)
-    kind = type(whole).__name__, type(whole).__module__ * is_seen
-    return plain if there is None else PeftNames(*kind, (here, there), blocks)
+        hf_model = auto.from_config(config)
+    base_in_files = next((name for name, module in hf_model.named_modules() if type(module) is type(model.base)), None)
+    kind = type(hf_model).__name__, type(hf_model).__module__ * is_seen
+    return plain if base_in_files is None else PeftNames(*kind, (base, base_in_files), blocks)
 
 
 def load_adapter(model: CausalLM, folder: Path, lora: Lora, base: Path) -> None:
     """Fills the trained parameters of a model, whose base `base` is the directory of, from a directory as peft writes
     it. Raises RecipeError where the two do not fit."""
-    said = f"lora.adapter = {str(folder)!r}"
+    setting = f"lora.adapter = {str(folder)!r}"
     try:
         settings = json.loads((folder / CONFIG).read_text())
         stored = load_file(folder / WEIGHTS)
     except (OSError, ValueError, SafetensorError) as error:
-        raise RecipeError(f"{said}: no adapter can be read there ({first_line(error)})") from None
+        raise RecipeError(f"{setting}: no adapter can be read there ({first_line(error)})") from None
     for key in ("r", "lora_alpha", "use_rslora", "use_dora"):
-        here, there = getattr(lora, key), settings.get(key, Lora.model_fields[key].default)
-        if here != there:
-            raise RecipeError(f"lora.{key} = {here}: the adapter in {folder} has {there}; set lora.{key}={there}")
+        asked, stated = getattr(lora, key), settings.get(key, Lora.model_fields[key].default)
+        if asked != stated:
+            raise RecipeError(f"lora.{key} = {asked}: the adapter in {folder} has {stated}; set lora.{key}={stated}")
     changes = str(settings.get("init_lora_weights")).lower().startswith(("pissa", "olora", "loftq", "corda"))
     for key in ("alpha_pattern", "rank_pattern", "fan_in_fan_out", *["init_lora_weights"] * changes):
         if settings.get(key):
             way_out = "merge it into its base with peft (merge_and_unload), and set model.path to that"
-            raise RecipeError(f"{said}: has {key} = {settings[key]!r}, which is not read here; {way_out}")
+            raise RecipeError(f"{setting}: has {key} = {settings[key]!r}, which is not read here; {way_out}")
     names = find_peft_names(model, base)
-    wanted = {PREFIX + names.there(name): parameter for name, parameter in kept_parameters(model).items()}
+    wanted = {PREFIX + names.in_files(name): parameter for name, parameter in kept_parameters(model).items()}
     problems = [f"missing {name}" for name in wanted.keys() - stored.keys()]
     problems += [f"unexpected {name}" for name in stored.keys() - wanted.keys()]
     both = ((name, stored[name].shape, wanted[name].shape) for name in wanted.keys() & stored.keys())
-    problems += [f"{name} has shape {list(there)}" for name, there, here in both if there != here]
+    problems += [f"{name} has shape {list(shape)}" for name, shape, fitting in both if shape != fitting]
     if problems:
-        raise RecipeError(f"{said}: does not fit ({len(problems)} tensors: {'; '.join(sorted(problems)[:3])})")
+        raise RecipeError(f"{setting}: does not fit ({len(problems)} tensors: {'; '.join(sorted(problems)[:3])})")
     for name, parameter in wanted.items():
         local, rows = local_rows(parameter)
         with torch.no_grad():
@@ -158,14 +158,14 @@ def save_adapter(
     """Writes a directory that `PeftModel.from_pretrained` loads: `tensors` by the model's names, in fp32, `settings`
     (adapter_config), and what `beside` writes into it. With `write` False it only consumes `tensors` (the other ranks
     of a collective)."""
-    every = ((PREFIX + names.there(name), tensor) for name, tensor in tensors)
-    found = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in every if write}
+    every = ((PREFIX + names.in_files(name), tensor) for name, tensor in tensors)
+    peft_tensors = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in every if write}
     if not write:
         return
     if names.is_deeper:
         print_line(f"export   an adapter of {names.kind}, whose text is under {names.base[1]}")
     with whole_directory(out) as side:
-        save_file(found, side / WEIGHTS, metadata={"format": "pt"})
+        save_file(peft_tensors, side / WEIGHTS, metadata={"format": "pt"})
         (side / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
         beside(side)
 

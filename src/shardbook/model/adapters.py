@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardbook.model.causal_lm import CausalLM
+from shardbook.model.hf_model import copy_module
 from shardbook.model.nf4 import PackedLinear, pack_module, packed_product, unpacked_weight
-from shardbook.model.parts import copy_module
-from shardbook.model.stored import digest_share
+from shardbook.model.weight_files import digest_share
 from shardbook.model.weights import MAGNITUDE, is_adapter, local_rows
 from shardbook.recipe import Lora, Model, RecipeError, nearest
 
@@ -130,19 +130,19 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 def find_targets(model: CausalLM, lora: Lora) -> list[nn.Linear]:
     """Returns the linears inside blocks that `target_modules` names. Raises RecipeError where a name finds none."""
-    found = list(_linear_maps(model))
-    names = list(dict.fromkeys(name.rpartition(".")[2] for name, _ in found))
+    linears = list(_linear_maps(model))
+    names = list(dict.fromkeys(name.rpartition(".")[2] for name, _ in linears))
     asked = names if lora.target_modules == "all-linear" else lora.target_modules
     if not names:
         kind = model.config.model_type
         raise RecipeError(f"lora.r = {lora.r}: the blocks of family {kind!r} have no linear maps; set lora.r=0")
     for name in asked:
         if name not in names:
-            said = nearest(name, names)
+            hint = nearest(name, names)
             if name in _outer_modules(model):
-                said = "; train it whole with lora.modules_to_save"
-            raise RecipeError(f"lora.target_modules: {name!r} is no linear map of a block; there are {names}{said}")
-    return [module for name, module in found if name.rpartition(".")[2] in asked]
+                hint = "; train it whole with lora.modules_to_save"
+            raise RecipeError(f"lora.target_modules: {name!r} is no linear map of a block; there are {names}{hint}")
+    return [module for name, module in linears if name.rpartition(".")[2] in asked]
 
 
 def find_saved(model: CausalLM, lora: Lora) -> list[nn.Module]:
@@ -150,11 +150,11 @@ def find_saved(model: CausalLM, lora: Lora) -> list[nn.Module]:
     are tied: peft would untie them."""
     outer = _outer_modules(model)
     for name in lora.modules_to_save:
-        said = f"lora.modules_to_save: {name!r}"
+        setting = f"lora.modules_to_save: {name!r}"
         if name not in outer:
-            raise RecipeError(f"{said} must be one of {list(outer)}{nearest(name, list(outer))}")
+            raise RecipeError(f"{setting} must be one of {list(outer)}{nearest(name, list(outer))}")
         if model.is_tied and outer[name] is not model.norm:
-            raise RecipeError(f"{said} is tied to another in this model, and cannot be trained apart")
+            raise RecipeError(f"{setting} is tied to another in this model, and cannot be trained apart")
     return [outer[name] for name in dict.fromkeys([*lora.modules_to_save, *["score"] * model.scores])]
 
 
@@ -179,10 +179,10 @@ def is_linear_map(module: nn.Module) -> TypeGuard[nn.Linear]:
     given = torch.linspace(0, 1, 3).view(1, 3, 1)
     asked.weight, asked.bias = nn.Parameter(torch.linspace(-1, 1, module.out_features)[:, None], False), None
     try:
-        made = asked(given)
+        output = asked(given)
     except RuntimeError:  # it does more with its inputs, of which it wants another number
         return False
-    return isinstance(made, Tensor) and torch.equal(made, F.linear(given, asked.weight))
+    return isinstance(output, Tensor) and torch.equal(output, F.linear(given, asked.weight))
 
 
 def kept_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

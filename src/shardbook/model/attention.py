@@ -42,12 +42,12 @@ class Demands:
     """The demands that a family's attention makes on a kernel, beyond queries, keys, values and a window or a chunk."""
 
     arguments: tuple[str, ...] = ()  # arguments that change its result: sinks, a cap on scores, a bias, chosen keys
-    own: bool = False  # it asks for no kernel, and adds the mask to its own scores
-    dense: bool = False  # only a dense mask says what it hides, or its keys and values have other sizes
+    computes_scores: bool = False  # it asks for no kernel, and adds the mask to its own scores
+    needs_dense_mask: bool = False  # only a dense mask says what it hides, or its keys and values have other sizes
 
     def __str__(self) -> str:
-        said = [*self.arguments, *["scores of its own"] * self.own, *[DENSE] * self.dense]
-        return f" and {', '.join(said)}" if said else ""
+        words = [*self.arguments, *["scores of its own"] * self.computes_scores, *[DENSE] * self.needs_dense_mask]
+        return f" and {', '.join(words)}" if words else ""
 
 
 PLAIN = Demands()
@@ -115,9 +115,9 @@ def choose_attention(
 def kernel_on_gpu(asked: str, demands: Demands = PLAIN) -> Kernel:
     """Returns the kernel of `model.attention` on a plan's GPU: varlen, unless one with a dense mask is named, or the
     family's `demands` take one."""
-    if demands.arguments or demands.own:
+    if demands.arguments or demands.computes_scores:
         return KERNELS["eager"]
-    return KERNELS[asked if asked in ("sdpa", "eager") else "sdpa" if demands.dense else "varlen"]
+    return KERNELS[asked if asked in ("sdpa", "eager") else "sdpa" if demands.needs_dense_mask else "varlen"]
 
 
 def use_attention(config: PreTrainedConfig, kernel: Kernel) -> None:
@@ -134,7 +134,7 @@ def kernel_of(config: PreTrainedConfig) -> str:
 
 
 class Attend:
-    """The function that transformers' attention calls: a kernel, between two all-to-alls where its module has a cp axis
+    """The function that transformers' attention calls: a kernel, between two all-to-alls where its module has a CPGroup
     (parallel/context.py). `kernel`: one of our own; None: torch's sdpa, or the family's own eager attention.
 
     A call with an argument that no kernel knows (sinks, a cap on scores, a bias) goes to the family's own eager
@@ -147,24 +147,24 @@ class Attend:
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **named: Any
     ) -> tuple[Tensor, None]:
-        axis = getattr(module, "context", None)
-        if axis is not None:
-            query, key, value = axis.seq_to_heads(query, key, value)
+        cp_group = getattr(module, "cp_group", None)
+        if cp_group is not None:
+            query, key, value = cp_group.seq_to_heads(query, key, value)
         if (chosen := named.pop("indices", None)) is not None:
             attention_mask = causal_mask(query) if attention_mask is None else attention_mask
             attention_mask = only_chosen(added_mask(attention_mask, query), chosen)
         if self.kernel is not None:
-            made, _ = self.kernel(module, query, key, value, attention_mask, **named)
+            output, _ = self.kernel(module, query, key, value, attention_mask, **named)
         elif self.is_eager or unknown_arguments(named):
             attend, mask = sys.modules[type(module).__module__].eager_attention_forward, attention_mask
             if mask is None and query.shape[2] > 1 and getattr(module, "is_causal", True):  # as transformers' sdpa
                 mask = causal_mask(query)
             if mask is not None and not self.is_eager:
                 mask = added_mask(mask, query)
-            made, _ = attend(module, query, key, value, mask, **named)
+            output, _ = attend(module, query, key, value, mask, **named)
         else:
-            made, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **named)
-        return made if axis is None else axis.heads_to_seq(made), None
+            output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **named)
+        return output if cp_group is None else cp_group.heads_to_seq(output), None
 
 
 def unknown_arguments(named: dict[str, Any]) -> list[str]:
@@ -271,7 +271,7 @@ _TRITON = ("the package triton", _has("triton"))
 _MASKED = ("an attention of queries, keys, values, windows and chunks alone", lambda at: at.demands == PLAIN)
 _CALLED = (
     "an attention of queries, keys, values and a mask alone",
-    lambda at: not at.demands.arguments and not at.demands.own,
+    lambda at: not at.demands.arguments and not at.demands.computes_scores,
 )
 # In the order in which `auto` tries them. Source of head sizes: torch's flash_api.cpp, and _inductor/kernel/flex.
 _ALL = (

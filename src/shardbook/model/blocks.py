@@ -62,7 +62,7 @@ class Blocks(nn.ModuleList):
 
     def __init__(self, blocks: Sequence[nn.Module | None], facts: Sequence[dict[str, Any]] = ()):
         super().__init__(blocks)  # type: ignore[arg-type]
-        # what a forward may read of a block that is not here: a layer's kind
+        # A forward may read attributes of a block that lies on another rank: its layer's kind.
         self.facts = list(facts) or [_plain_attributes(block) for block in blocks]
 
     def only(self, numbers: Sequence[int]) -> "Blocks":
@@ -79,8 +79,8 @@ class Blocks(nn.ModuleList):
     def __getitem__(self, index: Any) -> Any:
         if not isinstance(index, slice):
             return super().__getitem__(index)
-        own = [number for number, block in enumerate(self.all) if block is not None]
-        first = own[0] if own else -1
+        local_numbers = [number for number, block in enumerate(self.all) if block is not None]
+        first = local_numbers[0] if local_numbers else -1
         return [BlockCall(n, block, self.facts[n], n == first) for n, block in enumerate(self.all)][index]
 
 
@@ -105,10 +105,10 @@ class BlockCall:
         if self._is_first and now.received is not None:
             hidden = now.received
         with now.around(self._number, hidden):
-            made = self._block(hidden, *given, **named)
+            output = self._block(hidden, *given, **named)
         if self._number == now.last:
-            raise LastBlockDone(made)
-        return made
+            raise LastBlockDone(output)
+        return output
 
     def __getattr__(self, name: str) -> Any:
         if self._block is not None:

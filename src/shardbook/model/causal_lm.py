@@ -18,10 +18,10 @@ from transformers import Cache, PreTrainedConfig
 from shardbook.model.attention import KERNELS, Kernel, head_size, heads_of, use_attention
 from shardbook.model.blocks import AroundBlock, ForwardPass, LastBlockDone, passing
 from shardbook.model.file_names import FileNames
+from shardbook.model.hf_model import at, find_logit_transform, split_model
 from shardbook.model.loss_head import LossHead, ScoreHead, TeacherOutput
-from shardbook.model.parts import at, find_finish, take_apart
 from shardbook.parallel.batch import Batch
-from shardbook.parallel.context import ContextAxis
+from shardbook.parallel.context import CPGroup
 from shardbook.parallel.layout import DTYPES
 from shardbook.parallel.schedule import Pipeline
 from shardbook.parallel.units import count_parameters, matrices_of, stacked_parameters
@@ -42,7 +42,7 @@ class CausalLM(nn.Module):
     identity = ""  # adapters.weights_identity of the frozen weights, or of a teacher's; set when they are loaded
 
     teacher: "CausalLM | None"  # teacher.py
-    context: ContextAxis | None = None  # context.py: it takes slices of rows
+    cp_group: CPGroup | None = None  # context.py: it takes slices of rows
     # pipeline.py: it may be one pipeline stage, or several
     pipeline = Pipeline()
     chunks: "list[CausalLM]"  # the chunks of layers, each of which runs by itself
@@ -53,13 +53,13 @@ class CausalLM(nn.Module):
 
     def __init__(self, config: PreTrainedConfig, dtype: torch.dtype, scores: bool = False):
         super().__init__()
-        parts = take_apart(config, dtype)
+        parts = split_model(config, dtype)
         self.config = config
         self.chunks = [self]
         self.scores = scores
         self.names = replace(parts.names, head="score") if scores else parts.names
         self.is_tied = parts.is_tied and not scores
-        self.scale_hidden, finish = find_finish(parts)
+        self.scale_hidden, logit_transform = find_logit_transform(parts)
         self.vectors = parts.vectors
         self.add_module(self.names.base, parts.base)
         # After the body: a tied weight then has the embedding's name, as in Hugging Face files.
@@ -68,14 +68,14 @@ class CausalLM(nn.Module):
         else:
             head: Any = parts.head
             head.__class__ = LossHead
-            head.finish = finish
+            head.logit_transform = logit_transform
             self.add_module(self.names.head, head)
         self.register_module("teacher", None)
         buffers = dict(self.named_buffers())
         kept = tuple(name for name in self.state_dict() if name in buffers)
         names = parts.names
         outer = f"{names.base}.{names.embedding}.weight", f"{names.head}.weight"
-        self.files = FileNames(parts.whole, kept, *outer, self.is_tied, parts.stacked)
+        self.files = FileNames(parts.hf_model, kept, *outer, self.is_tied, parts.stacked)
         # Asked of the forward: one that lacks the name swallows the cache in its **kwargs, and goes on without a state.
         taken = signature(parts.base.forward).parameters
         self.cache_argument = next((name for name in CACHE_ARGUMENTS if name in taken), "")  # empty: it takes no cache
@@ -139,33 +139,33 @@ class CausalLM(nn.Module):
         their hidden states. It is no part of the batch: torch 2.11 looks for gradients in no dataclass.
         """
         if distill is None:
-            made = self.hidden_states(batch, hidden)
-            return self.head(made, batch.targets, summed) if self.has_last_pp_stage else made
+            head_input = self.hidden_states(batch, hidden)
+            return self.head(head_input, batch.targets, summed) if self.has_last_pp_stage else head_input
         assert self.teacher is not None, "nobody teaches"
         with torch.no_grad():
             teacher_hidden, weight, bias = self.teacher.head(self.teacher.hidden_states(batch))
         asked = distill.temperature, distill.kd_ratio
-        teacher = TeacherOutput(teacher_hidden, weight, *asked, bias, self.teacher.head.finish)
+        teacher = TeacherOutput(teacher_hidden, weight, *asked, bias, self.teacher.head.logit_transform)
         return self.head(self.hidden_states(batch), batch.targets, teacher=teacher)
 
     def hidden_states(self, batch: Batch, hidden: Tensor | None = None) -> Tensor:
         """Returns the head's input at the batch's positions, [n, hidden]; of a pipeline stage before the last, its
         hidden states."""
-        ids, slices = batch.input_ids, self.context.size if self.context else 1
+        ids, slices = batch.input_ids, self.cp_group.size if self.cp_group else 1
         numbers = [number for number, block in enumerate(self.all_blocks) if block is not None]
         last = -1 if self.has_last_pp_stage else numbers[-1]
-        whole = torch.Size((len(ids), ids.shape[1] * slices))
-        now = ForwardPass(batch.cu_seqlens, whole, batch.packed, batch.max_seqlen, self.around_block, hidden, last)
+        shape = torch.Size((len(ids), ids.shape[1] * slices))
+        now = ForwardPass(batch.cu_seqlens, shape, batch.packed, batch.max_seqlen, self.around_block, hidden, last)
         # The base model is told that nothing is padding: with no mask it would read positions, to find documents.
         arguments = {"attention_mask": torch.ones_like(ids, dtype=torch.bool), "use_cache": False}
         arguments |= {"input_ids": ids} if hidden is None else {"inputs_embeds": hidden}
         with passing(now):
             try:
-                made = self.base(position_ids=batch.position_ids, **arguments).last_hidden_state
+                states = self.base(position_ids=batch.position_ids, **arguments).last_hidden_state
             except LastBlockDone as done:
                 return done.hidden
-        made = made.flatten(0, 1)[batch.positions]  # one name: else unselected positions stay in memory
-        return self.scale_hidden(made) if self.scale_hidden and not self.scores else made
+        states = states.flatten(0, 1)[batch.positions]  # one name: else unselected positions stay in memory
+        return self.scale_hidden(states) if self.scale_hidden and not self.scores else states
 
     def next_logits(self, input_ids: Tensor, position_ids: Tensor, attended: Tensor, cache: Cache) -> Tensor:
         """Returns the logits [B, vocabulary] of the token that follows input_ids [B, l], the last l of the L tokens
@@ -228,8 +228,8 @@ def experts_per_token(config: PreTrainedConfig) -> int:
     """Returns to how many experts a router sends a token, at most; 0 where there is no router."""
     names = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k", "moe_top_k")
     places = [config, *(getattr(config, part, None) for part in config.sub_configs)]
-    found = next((value for place in places for name in names if (value := getattr(place, name, None))), 0)
-    return max(found) if isinstance(found, list) else int(found)
+    count = next((value for place in places for name in names if (value := getattr(place, name, None))), 0)
+    return max(count) if isinstance(count, list) else int(count)
 
 
 def count_flops(model: CausalLM) -> Flops:

@@ -17,9 +17,9 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from shardbook.model.attention import KERNELS, use_attention
 from shardbook.model.causal_lm import CausalLM
-from shardbook.model.parts import Unfit, copy_module
+from shardbook.model.hf_model import Unfit, copy_module
 from shardbook.model.pipeline import keep_blocks
-from shardbook.model.stored import StoredTensor
+from shardbook.model.weight_files import StoredTensor
 from shardbook.model.weights import stored_buffers
 from shardbook.parallel.batch import Batch
 from shardbook.recipe import RecipeError, first_line
@@ -29,7 +29,7 @@ TOLERANCE = 1e-5  # of the loss, and of gradients over the norm of the whole; th
 CACHED_TOLERANCE = 1e-4
 STEPS = 3  # tokens that are added to a prompt
 
-Found = tuple[Tensor, dict[str, Tensor | None]]
+LossAndGradients = tuple[Tensor, dict[str, Tensor | None]]
 
 
 def compare_files(model: CausalLM, theirs: PreTrainedModel) -> None:
@@ -50,7 +50,7 @@ def compare_files(model: CausalLM, theirs: PreTrainedModel) -> None:
         filled = {name: stored[name].read_rows(slice(0, *shape[:1] or [1])) for name, shape in shapes.items()}
     except Exception as error:
         raise_if_ours(error)
-        raise Unfit(f"no file can fill it ({said(error)})") from None
+        raise Unfit(f"no file can fill it ({describe_error(error)})") from None
     pairs = [(filled[name].view(tensor.shape), tensor) for name, tensor in tensors.items()]
     pairs += [(written[name], tensor) for name, tensor in wanted.items() if name in written]
     if written.keys() != wanted.keys() or not all(starmap(torch.equal, pairs)):
@@ -62,7 +62,7 @@ def in_memory(tensor: Tensor) -> StoredTensor:
     return StoredTensor(Path("memory"), io.BytesIO(tensor.float().numpy().tobytes()), "F32", tuple(tensor.shape), 0)
 
 
-def compare_eager(model: CausalLM, batch: Batch, wanted: Found) -> str:
+def compare_eager(model: CausalLM, batch: Batch, wanted: LossAndGradients) -> str:
     """Has `model` call its family's own eager attention from now on, as a run does whose kernels know not all of its
     arguments. Returns how far it is then off; empty where it is right."""
     use_attention(model.config, KERNELS["eager"])
@@ -70,7 +70,7 @@ def compare_eager(model: CausalLM, batch: Batch, wanted: Found) -> str:
         loss, gradient = differences(gradients_of(model, model(batch, summed=True)), wanted)
     except Exception as error:
         raise_if_ours(error)
-        return said(error)
+        return describe_error(error)
     return "" if max(loss, gradient) < TOLERANCE else f"loss off by {loss:.0e}, gradients by {gradient:.0e}"
 
 
@@ -81,17 +81,17 @@ def heeds_positions(model: CausalLM, batch: Batch) -> bool:
     return not torch.equal(*losses)
 
 
-def run_in_halves(model: CausalLM, batch: Batch, wanted: Found) -> str:
+def run_in_halves(model: CausalLM, batch: Batch, wanted: LossAndGradients) -> str:
     """Returns the reason why the layers of `model` cannot lie on two ranks; empty where they can."""
-    base, names, whole = model.base, model.names, range(len(model.all_blocks))
-    if len(whole) == 1:
+    base, names, count = model.base, model.names, len(model.all_blocks)
+    if count == 1:
         return "it has one block"
     outside = set(base.parameters()) - {p for block in model.blocks for p in block.parameters()}
     outside -= {p for part in (model.embedding, model.norm) if part is not None for p in part.parameters()}
     if outside or not names.norm or model.files.buffers:
         return "it has parameters, or buffers that files hold, beside its embedding, blocks and last norm"
     halves = [copy_module(model) for _ in range(2)]
-    for half, numbers in zip(halves, (whole[: len(whole) // 2], whole[len(whole) // 2 :]), strict=True):
+    for half, numbers in zip(halves, (range(count // 2), range(count // 2, count)), strict=True):
         setattr(half, names.base, copy_module(base))
         keep_blocks(half, numbers, not numbers.start, numbers.start > 0)
     try:
@@ -103,11 +103,11 @@ def run_in_halves(model: CausalLM, batch: Batch, wanted: Found) -> str:
         first = torch.autograd.grad(hidden, list(named.values()), second[0], allow_unused=True)
     except Exception as error:
         raise_if_ours(error)
-        return f"its blocks pass on more than hidden states ({said(error)})"
+        return f"its blocks pass on more than hidden states ({describe_error(error)})"
     both = dict[str, Tensor | None](dict.fromkeys(wanted[1]))
     for name, *parts in zip(named, first, second[1:], strict=True):
-        there = [part for part in parts if part is not None]
-        both[name] = sum(there[1:], start=there[0]) if there else None
+        terms = [part for part in parts if part is not None]
+        both[name] = sum(terms[1:], start=terms[0]) if terms else None
     if max(differences((loss.detach(), both), wanted)) > TOLERANCE:
         return "its blocks pass on more than hidden states"
     return ""
@@ -124,7 +124,7 @@ def decode_by_steps(model: CausalLM, theirs: nn.Module, rows: list[Tensor]) -> s
         off = relative_error(cached_logits(model, rows), wanted)
     except Exception as error:
         raise_if_ours(error)
-        return f"its forward with a cache fails ({said(error)})"
+        return f"its forward with a cache fails ({describe_error(error)})"
     return "" if off < CACHED_TOLERANCE else f"with a cache it computes other logits (off by {off:.0e})"
 
 
@@ -157,24 +157,24 @@ def raise_if_ours(error: Exception) -> None:
         raise error
 
 
-def said(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
-def gradients_of(model: nn.Module, loss: Tensor) -> Found:
+def gradients_of(model: nn.Module, loss: Tensor) -> LossAndGradients:
     """Returns a loss and its gradients by name."""
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     none = {name: None for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    return loss.detach(), none | dict(zip(named, found, strict=True))
+    return loss.detach(), none | dict(zip(named, gradients, strict=True))
 
 
-def differences(made: Found, wanted: Found) -> tuple[float, float]:
+def differences(computed: LossAndGradients, wanted: LossAndGradients) -> tuple[float, float]:
     """Returns how far a loss is off, relatively, and the largest difference of a gradient over the norm of them all."""
-    loss = abs((made[0] / wanted[0] - 1).item())
-    whole = torch.stack([g.norm() for g in wanted[1].values() if g is not None]).norm()
+    loss = abs((computed[0] / wanted[0] - 1).item())
+    total_norm = torch.stack([g.norm() for g in wanted[1].values() if g is not None]).norm()
     worst = 0.0
     for name, gradient in wanted[1].items():
-        pair = [torch.zeros(1) if g is None else g.flatten() for g in (gradient, made[1][name])]
-        worst = max(worst, ((pair[1] - pair[0]).norm() / whole).item())
+        pair = [torch.zeros(1) if g is None else g.flatten() for g in (gradient, computed[1][name])]
+        worst = max(worst, ((pair[1] - pair[0]).norm() / total_norm).item())
     return (loss, worst) if loss == loss and worst == worst else (1.0, 1.0)

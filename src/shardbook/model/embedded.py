@@ -64,17 +64,17 @@ def upcycle(dense: Path, out: Path) -> None:
     layers = [f"model.layers.{number}." for number in range(config.num_hidden_layers)]
     with safe_open(dense / "model.safetensors", "pt") as opened:
         for number, stem in enumerate(["", *layers]):
-            made = dict[str, torch.Tensor]()
+            tensors = dict[str, torch.Tensor]()
             for name in opened.keys():  # noqa: SIM118  # it is no dictionary
                 if name.startswith(stem) if stem else ".layers." not in name:
                     copies = _expert_names(name)
-                    made |= {copy: opened.get_tensor(name).clone() for copy in copies or [name]}
+                    tensors |= {copy: opened.get_tensor(name).clone() for copy in copies or [name]}
             if stem:
                 router = ROUTER_STD * torch.randn(EXPERTS, config.hidden_size, generator=dice)
-                made[f"{stem}block_sparse_moe.gate.weight"] = router
+                tensors[f"{stem}block_sparse_moe.gate.weight"] = router
             file = f"model-{number:05d}.safetensors"
-            save_file(made, out / file, metadata={"format": "pt"})
-            weight_map |= dict.fromkeys(made, file)
+            save_file(tensors, out / file, metadata={"format": "pt"})
+            weight_map |= dict.fromkeys(tensors, file)
     (out / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 

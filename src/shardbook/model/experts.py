@@ -18,22 +18,22 @@ from shardbook.parallel.units import STACKED
 
 def stack_rows(model: nn.Module) -> dict[str, torch.Size]:
     """Makes each stacked parameter of `model` a matrix, in place. Returns by name the shapes that the family has."""
-    found: dict[str, torch.Size] = {}
+    family_shapes: dict[str, torch.Size] = {}
     for stem, module in model.named_modules():
-        own = {name: each for name, each in module.named_parameters(recurse=False) if each.ndim == 3}
+        stacks = {name: each for name, each in module.named_parameters(recurse=False) if each.ndim == 3}
         if type(module).__module__.startswith("torch."):  # a convolution's weight is no stack
             continue
-        if not own:
+        if not stacks:
             _name_stacks(module)
             continue
-        for name, parameter in own.items():
+        for name, parameter in stacks.items():
             slots_of(module)[name] = nn.Parameter(parameter.detach().flatten(0, 1), parameter.requires_grad)
-        shapes = {name: parameter.shape for name, parameter in own.items()}
+        shapes = {name: parameter.shape for name, parameter in stacks.items()}
         family: Any = type(module)
         module.__class__ = _viewed(family, tuple(shapes.items()))
         module.register_load_state_dict_pre_hook(_flatten)
-        found |= {f"{stem}.{name}": shape for name, shape in shapes.items()}
-    return found
+        family_shapes |= {f"{stem}.{name}": shape for name, shape in shapes.items()}
+    return family_shapes
 
 
 def _name_stacks(module: nn.Module) -> None:

@@ -35,41 +35,43 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig | None:
 def load_config(model: Model, folder: Path, max_length: int, what: str = "model.path") -> PreTrainedConfig:
     """Returns the transformers config in `folder`, which the recipe key `what` names. Raises RecipeError for a family
     or length that cannot be trained."""
-    said, words = f"{what} = {model.path!r}", dict[str, Any]()
+    setting, words = f"{what} = {model.path!r}", dict[str, Any]()
     try:
         words = dict(json.loads((folder / "config.json").read_text()))
         if not (family := words.get("model_type")):  # transformers would guess it from the folder's name
             raise ValueError("it has no model_type")
         if family not in CONFIG_MAPPING:
-            own = "its own code (auto_map) is not run" if "auto_map" in words else "a newer one may"
-            raise ValueError(f"transformers {__version__} has no model_type {family!r}; {own}")
+            reason = "its own code (auto_map) is not run" if "auto_map" in words else "a newer one may"
+            raise ValueError(f"transformers {__version__} has no model_type {family!r}; {reason}")
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # of whatever kind: transformers' own checks raise a dozen, and the file is a stranger's
         why = blame(words, lambda some: AutoConfig.for_model(**some)) + first_line(error.__cause__ or error)
-        raise RecipeError(f"{said}: no usable config.json: {why}") from None
+        raise RecipeError(f"{setting}: no usable config.json: {why}") from None
     text = text_config(config)
     if text is None or text.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise RecipeError(f"{said}: transformers has no causal LM of the family {config.model_type!r}")
+        raise RecipeError(f"{setting}: transformers has no causal LM of the family {config.model_type!r}")
     config = text
     most = getattr(config, "max_position_embeddings", None) or max_length  # some have no positions
     if max_length > most:
         raise RecipeError(f"data.max_length = {max_length}: {model.path} sees at most {most} tokens")
     for name, value in config.to_dict().items():
         if name in SIZES and isinstance(value, int) and value < 1:
-            raise RecipeError(f"{said}: no usable config.json: {name} = {value}; must be at least 1")
+            raise RecipeError(f"{setting}: no usable config.json: {name} = {value}; must be at least 1")
     for owner, name, value in shares_of_noise(config):
         if not model.disable_dropout:
             way_out = "set model.disable_dropout=true to train without it"
-            raise RecipeError(f"{said}: {name} = {value}; only 0 is supported: {way_out}")
+            raise RecipeError(f"{setting}: {name} = {value}; only 0 is supported: {way_out}")
         owner[name] = type(value)(0)
     if getattr(config, "output_router_logits", False):
-        raise RecipeError(f"{said}: output_router_logits = true; only false is supported: there is no auxiliary loss")
+        raise RecipeError(
+            f"{setting}: output_router_logits = true; only false is supported: there is no auxiliary loss"
+        )
     rope = getattr(config, "rope_parameters", None) or {}
     for kind in [rope, *(inner for inner in rope.values() if isinstance(inner, dict))]:
         short, known = kind.get("original_max_position_embeddings") or most, ("default", *ROPE_INIT_FUNCTIONS)
         if kind.get("rope_type", "default") not in known:
             allowed = f"must be one of {', '.join(known)}"
-            raise RecipeError(f"{said}: no usable config.json: rope_type = {kind['rope_type']!r}; {allowed}")
+            raise RecipeError(f"{setting}: no usable config.json: rope_type = {kind['rope_type']!r}; {allowed}")
         if kind.get("rope_type") in ("dynamic", "longrope") and max_length > short:
             raise RecipeError(
                 f"data.max_length = {max_length}: beyond {short} tokens the rotation of {model.path} "
@@ -78,7 +80,7 @@ def load_config(model: Model, folder: Path, max_length: int, what: str = "model.
     if quantised := getattr(config, "quantization_config", None):
         method = (quantised if isinstance(quantised, dict) else vars(quantised)).get("quant_method", "unnamed")
         raise RecipeError(
-            f"{said}: holds quantised weights ({method}), which are neither trained nor taken as a frozen base; "
+            f"{setting}: holds quantised weights ({method}), which are neither trained nor taken as a frozen base; "
             f"set {what} to a copy in bf16"
         )
     return config
@@ -104,9 +106,9 @@ def _is_noise(name: str) -> bool:
 
 def blame(words: dict[str, Any], build: Callable[[dict[str, Any]], Any]) -> str:
     """Returns words that name each key of a config that `build` refuses without which it takes the rest."""
-    found = []
+    reasons = []
     for name, value in words.items():
         with suppress(Exception):  # of whatever kind, as in load_config
             built = build({other: kept for other, kept in words.items() if other != name})
-            found.append(f"{name} = {value!r} (transformers' default is {getattr(built, name, None)!r})")
-    return " or ".join(found) + ": " * bool(found)
+            reasons.append(f"{name} = {value!r} (transformers' default is {getattr(built, name, None)!r})")
+    return " or ".join(reasons) + ": " * bool(reasons)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers import core_model_loading as loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 
-from shardbook.model.stored import StoredTensor
+from shardbook.model.weight_files import StoredTensor
 from shardbook.recipe import RecipeError
 
 MAY_BE_LEFT = "_keys_to_ignore_on_load_unexpected"  # transformers' name of such a list
@@ -27,9 +27,9 @@ TEXT_PREFIXES = (("language_model.", ""), ("model.language_model.", "model."))
 
 @dataclass(frozen=True, eq=False)
 class FileNames:
-    """The names that a model's tensors have in its files. `whole`: transformers' model, whose parts the model has."""
+    """The names that a model's tensors have in its files. `hf_model`: transformers' model that the model is made of."""
 
-    whole: PreTrainedModel
+    hf_model: PreTrainedModel
     buffers: tuple[str, ...]  # of the model that files hold
     embedding: str  # the embedding's weight
     head: str  # the head's weight
@@ -37,16 +37,16 @@ class FileNames:
     # of the model: the files' shapes of parameters that are stacks, which it has as rows
     stacked: dict[str, torch.Size]
     conversions: list[Any] = field(init=False)
-    shapes: "WholeShapes" = field(init=False)  # before ranks share the parameters
+    shapes: "FullShapes" = field(init=False)  # before ranks share the parameters
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "conversions", get_model_conversion_mapping(self.whole, add_legacy=False))
-        shapes = {name: parameter.shape for name, parameter in self.whole.named_parameters()}
-        object.__setattr__(self, "shapes", WholeShapes(shapes | self.stacked))
+        object.__setattr__(self, "conversions", get_model_conversion_mapping(self.hf_model, add_legacy=False))
+        shapes = {name: parameter.shape for name, parameter in self.hf_model.named_parameters()}
+        object.__setattr__(self, "shapes", FullShapes(shapes | self.stacked))
 
     def may_be_left(self, name: str) -> bool:
         """Returns whether a file may hold `name` though the model has no such tensor: its family says so."""
-        return any(re.search(pattern, name) for pattern in getattr(self.whole, MAY_BE_LEFT, None) or [])
+        return any(re.search(pattern, name) for pattern in getattr(self.hf_model, MAY_BE_LEFT, None) or [])
 
     def of_text(self, stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
         """Returns the tensors of the text model in files of a model that has more, without the prefix that they have
@@ -54,8 +54,10 @@ class FileNames:
         prefix, kept = self.text_prefix(stored)
         if not prefix:
             return stored
-        found = {kept + name.removeprefix(prefix): each for name, each in stored.items() if name.startswith(prefix)}
-        return found | ({self.head: stored[self.head]} if self.head in stored else {})
+        text_tensors = {
+            kept + name.removeprefix(prefix): each for name, each in stored.items() if name.startswith(prefix)
+        }
+        return text_tensors | ({self.head: stored[self.head]} if self.head in stored else {})
 
     def text_prefix(self, stored: Mapping[str, StoredTensor]) -> tuple[str, str]:
         """Returns what the text model's names begin with in files of a model that has more, and what in the text model;
@@ -69,8 +71,8 @@ class FileNames:
         """Returns a sentence on what files have beside the text model, which alone is exported; empty for nothing."""
         prefix, _ = self.text_prefix(stored)
         rest = {name.partition(".")[0] for name in stored if not name.startswith(prefix) and name != self.head}
-        said = f"the text model alone, {type(self.whole).__name__}; its source has it under {prefix}"
-        return f"{said}, beside {', '.join(sorted(rest)) or 'nothing'}, not exported" if prefix else ""
+        sentence = f"the text model alone, {type(self.hf_model).__name__}; its source has it under {prefix}"
+        return f"{sentence}, beside {', '.join(sorted(rest)) or 'nothing'}, not exported" if prefix else ""
 
     def by_model_names(self, stored: Mapping[str, StoredTensor]) -> "dict[str, StoredTensor | Assembled]":
         """Returns the tensors of files by the model's names. Raises RecipeError for a conversion that is not known."""
@@ -79,12 +81,12 @@ class FileNames:
             return {name: self._as_rows(name, each) for name, each in stored.items()}
         renamings = [each for each in self.conversions if isinstance(each, loading.WeightRenaming)]
         converters = [each for each in self.conversions if isinstance(each, loading.WeightConverter)]
-        found: dict[str, StoredTensor | Assembled] = {}
+        tensors: dict[str, StoredTensor | Assembled] = {}
         parts: dict[str, dict[str, list[StoredTensor]]] = {}
         for name in sorted(stored, key=loading.dot_natural_key):
             new, pattern = loading.rename_source_key(name, renamings, converters)
             if pattern is None:
-                found[new] = self._as_rows(new, stored[name])
+                tensors[new] = self._as_rows(new, stored[name])
             else:
                 parts.setdefault(new, {}).setdefault(pattern, []).append(stored[name])
         of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
@@ -96,16 +98,16 @@ class FileNames:
                     f"weights: {new} is made of its files' tensors by {unknown[0]}, which is not known here"
                 )
             ordered = {pattern: tuple(by_pattern.get(pattern, ())) for pattern in converter.source_patterns}
-            asked = {"full_layer_name": new, "model": self.shapes, "config": self.whole.config}
+            asked = {"full_layer_name": new, "model": self.shapes, "config": self.hf_model.config}
             for target, name in self._targets(new, converter).items():
-                found[name] = Assembled(ordered, converter, target, name in self.stacked, asked)
-        return found
+                tensors[name] = Assembled(ordered, converter, target, name in self.stacked, asked)
+        return tensors
 
     def _targets(self, name: str, transform: Any) -> dict[str, str]:
         """Returns by their patterns the names of the tensors that `transform` makes together, `name` among them."""
         patterns = transform.target_patterns
-        own = next((pattern for pattern in patterns if pattern in name), patterns[0])
-        return {pattern: name.replace(own, pattern) for pattern in patterns}
+        matched = next((pattern for pattern in patterns if pattern in name), patterns[0])
+        return {pattern: name.replace(matched, pattern) for pattern in patterns}
 
     def _as_rows(self, name: str, stored: StoredTensor) -> StoredTensor:
         """Returns a tensor, a stack as the matrix of all its rows."""
@@ -125,12 +127,14 @@ class FileNames:
             group[name] = tensor
             if len(group) == len(together):
                 del held[together]
-                yield from (loading.revert_weight_conversion(self.whole, group) if self.conversions else group).items()
+                yield from (
+                    loading.revert_weight_conversion(self.hf_model, group) if self.conversions else group
+                ).items()
 
     def shapes_in_files(self, shapes: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
         """Returns the shapes of files' tensors, in the order of the model's `shapes`."""
-        whole = ((name, torch.empty(shape, device="meta")) for name, shape in shapes.items())
-        return {name: part.shape for name, part in self.to_files(whole)}
+        meta_tensors = ((name, torch.empty(shape, device="meta")) for name, shape in shapes.items())
+        return {name: part.shape for name, part in self.to_files(meta_tensors)}
 
 
 # Operations that change no row, but its place, or leave rows out. (Along another dim they do: seen by what they make of
@@ -139,7 +143,7 @@ MOVE_ROWS = {"MergeModulelist", "Concatenate", "Chunk", "Split", "Interleave", "
 
 
 @dataclass(frozen=True)
-class WholeShapes:
+class FullShapes:
     """The model that an operation is told of while it moves numbers of rows: all that is asked of its parameters is a
     shape, of the whole, and a dtype, that of the numbers."""
 
@@ -191,33 +195,33 @@ class Assembled:
         assert numbers is not None, "it does not fit together"
         wanted, first, read = numbers.reshape(shape[0], -1)[rows].flatten(), 0, None
         for part in self.pieces:
-            here = (wanted >= first) & (wanted < first + part.shape[0])
-            if read is None or here.any():
-                own = wanted[here] - first
-                start, stop = (int(own.min()), int(own.max()) + 1) if len(own) else (0, 0)
-                found = part.read_rows(slice(start, stop))
-                read = found.new_empty(len(wanted), *found.shape[1:]) if read is None else read
-                read[here] = found[own - start]
+            in_part = (wanted >= first) & (wanted < first + part.shape[0])
+            if read is None or in_part.any():
+                places = wanted[in_part] - first
+                start, stop = (int(places.min()), int(places.max()) + 1) if len(places) else (0, 0)
+                part_rows = part.read_rows(slice(start, stop))
+                read = part_rows.new_empty(len(wanted), *part_rows.shape[1:]) if read is None else read
+                read[in_part] = part_rows[places - start]
             first += part.shape[0]
         assert read is not None
         return read.view(rows.stop - rows.start, *shape[1:])
 
     def _numbers(self) -> Tensor | None:
         """Returns, for each row of the whole, its number among all rows of all parts; None where they do not fit."""
-        made, first = dict[str, Any](), 0
+        numbers, first = dict[str, Any](), 0
         for pattern, parts in self.sources.items():
             for part in parts:
                 leading = part.shape[:-1] if len(part.shape) > 1 else part.shape
                 count = math.prod(leading)
-                made.setdefault(pattern, []).append(torch.arange(first, first + count).view(*leading, 1))
+                numbers.setdefault(pattern, []).append(torch.arange(first, first + count).view(*leading, 1))
                 first += count
         patterns = self.converter.source_patterns, self.converter.target_patterns
-        if len(made) < len(patterns[0]):
+        if len(numbers) < len(patterns[0]):
             return None
         try:
             for operation in self.converter.operations:
-                made = operation.convert(made, *patterns, **self.asked)
-            found: Tensor = made[self.target][0] if isinstance(made[self.target], list) else made[self.target]
-            return found.squeeze(-1) if found.shape[-1] == 1 else None
-        except (RuntimeError, ValueError, KeyError, AttributeError):  # uneven parts, or WholeShapes is asked for more
+                numbers = operation.convert(numbers, *patterns, **self.asked)
+            result: Tensor = numbers[self.target][0] if isinstance(numbers[self.target], list) else numbers[self.target]
+            return result.squeeze(-1) if result.shape[-1] == 1 else None
+        except (RuntimeError, ValueError, KeyError, AttributeError):  # uneven parts, or FullShapes is asked for more
             return None

@@ -70,7 +70,7 @@ def read_header(path: Path, file: io.FileIO) -> dict[str, tuple[str, tuple[int, 
     length, size = int.from_bytes(file.read(8), "little"), os.fstat(file.fileno()).st_size
     if size < 8 + length or length > HEADER_BYTES:
         raise damaged(path, f"its header would have {length:,} bytes, the file has {size:,}")
-    found, end = dict[str, tuple[str, tuple[int, ...], int]](), 0
+    tensors, end = dict[str, tuple[str, tuple[int, ...], int]](), 0
     try:
         header: dict[str, Any] = json.loads(file.read(length))
         entries = [(*entry["data_offsets"], name, entry) for name, entry in header.items() if name != "__metadata__"]
@@ -79,12 +79,12 @@ def read_header(path: Path, file: io.FileIO) -> dict[str, tuple[str, tuple[int, 
             wanted = math.prod(shape) * ITEM_BYTES[dtype] if dtype in ITEM_BYTES else stop - start
             if start != end or stop - start != wanted or stop < start:
                 raise ValueError(f"{name} is said to be at bytes {start:,} to {stop:,}")
-            found[name], end = (dtype, shape, 8 + length + start), stop
+            tensors[name], end = (dtype, shape, 8 + length + start), stop
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise damaged(path, f"its header cannot be read: {type(error).__name__}: {error}") from None
     if size != 8 + length + end:
         raise damaged(path, f"it has {size:,} bytes, its header says {8 + length + end:,}")
-    return found
+    return tensors
 
 
 def damaged(path: Path, reason: str) -> RecipeError:

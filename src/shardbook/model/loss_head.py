@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from shardbook.comm.compile_on_cuda import fused
-from shardbook.parallel.tensor import TensorAxis, all_gather_plain, local_part
+from shardbook.parallel.local_tensors import local_part
+from shardbook.parallel.tensor import TPGroup, all_gather_plain
 
 PRODUCT_ROWS = 32_768  # rows of the head's gradient that one product makes
 # (a chunk's logits, the rows that it has, whether gradients are wanted) -> (losses, gradient of the logits)
 ChunkLoss = Callable[[Tensor, slice, bool], tuple[Tensor, Tensor]]
-Finish = Callable[[Tensor], Tensor]  # what a family's forward does with its head's logits [n, vocabulary]
+LogitTransform = Callable[[Tensor], Tensor]  # what a family's forward does with its head's logits [n, vocabulary]
 
 
 class TeacherOutput(NamedTuple):
@@ -27,7 +28,7 @@ class TeacherOutput(NamedTuple):
     temperature: float
     ratio: float  # share of the teacher in the loss (kd_ratio)
     bias: Tensor | None = None
-    finish: "Finish | None" = None  # of its head's logits
+    logit_transform: "LogitTransform | None" = None  # of its head's logits
 
 
 class LossHead(nn.Linear):
@@ -38,8 +39,8 @@ class LossHead(nn.Linear):
     """
 
     chunk_tokens: int = 0
-    finish: Finish | None = None
-    axis: TensorAxis | None = None  # set where each tensor-parallel rank has a part of the vocabulary
+    logit_transform: LogitTransform | None = None
+    tp_group: TPGroup | None = None  # set where each tensor-parallel rank has a part of the vocabulary
     first: int = 0  # the first token id of this rank's part
 
     def forward(
@@ -49,22 +50,22 @@ class LossHead(nn.Linear):
         logits that it has; otherwise backward computes each chunk's logits again. Without targets: logits [n,
         vocabulary]. With a `teacher` three sums [3]: the loss, which alone has a gradient, and the negative
         log-likelihood and the divergence that it is made of."""
-        weight, axis = local_part(self.weight), self.axis
+        weight, tp_group = local_part(self.weight), self.tp_group
         if targets is None:
             logits = F.linear(hidden, weight, self.bias)
-            return self.finish(logits) if self.finish else logits
+            return self.logit_transform(logits) if self.logit_transform else logits
         rows = self.chunk_tokens or max(1, len(targets))
         chunk_loss = partial(chunk_cross_entropy, targets)
-        if axis:
-            chunk_loss = partial(vocab_parallel_cross_entropy, axis, targets - self.first)
+        if tp_group:
+            chunk_loss = partial(vocab_parallel_cross_entropy, tp_group, targets - self.first)
         total: Callable[[Tensor], Tensor] | None = torch.sum if summed else None
         if teacher:
-            assert not axis, "a recipe with both is refused"
+            assert not tp_group, "a recipe with both is refused"
             divergences = torch.zeros(len(targets), device=hidden.device)
             chunk_loss = partial(chunk_distillation_loss, teacher, targets, divergences)
             total = partial(total_with_teacher, teacher, divergences)
-        if self.finish:
-            chunk_loss = partial(finished_chunk_loss, self.finish, chunk_loss)
+        if self.logit_transform:
+            chunk_loss = partial(transformed_chunk_loss, self.logit_transform, chunk_loss)
         return _ChunkedLoss.apply(hidden, weight, self.bias, rows, chunk_loss, total, torch.is_grad_enabled())
 
 
@@ -148,14 +149,14 @@ def chunked_loss(
     if bias is not None and wanted[2]:
         of_bias = torch.zeros_like(bias, dtype=torch.float32)
     for first in range(0, len(hidden), rows):
-        here = slice(first, first + rows)
-        losses[here], grad_logits = chunk_loss(F.linear(hidden[here], weight, bias), here, any(wanted))
+        chunk = slice(first, first + rows)
+        losses[chunk], grad_logits = chunk_loss(F.linear(hidden[chunk], weight, bias), chunk, any(wanted))
         if grad_outputs is not None:
-            grad_logits *= grad_outputs[here, None]
+            grad_logits *= grad_outputs[chunk, None]
         if of_hidden is not None:
-            torch.mm(grad_logits, weight, out=of_hidden[here])
+            torch.mm(grad_logits, weight, out=of_hidden[chunk])
         if of_weight is not None:
-            add_product(of_weight, grad_logits.t(), hidden[here], is_first=not first)
+            add_product(of_weight, grad_logits.t(), hidden[chunk], is_first=not first)
         if of_bias is not None:
             of_bias += grad_logits.sum(0, dtype=of_bias.dtype)
         del grad_logits  # else it is in memory beside the next chunk's logits
@@ -172,11 +173,11 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, is_first: bool) -> N
         torch.addmm(total, left, right, total.dtype, beta=beta, out=total)
         return
     for first in range(0, len(total), PRODUCT_ROWS):  # in pieces: a product of a whole vocabulary takes gigabytes
-        here = slice(first, first + PRODUCT_ROWS)
+        piece = slice(first, first + PRODUCT_ROWS)
         if is_first:
-            total[here].copy_(left[here] @ right)
+            total[piece].copy_(left[piece] @ right)
         else:
-            total[here] += left[here] @ right
+            total[piece] += left[piece] @ right
 
 
 @cache
@@ -245,38 +246,38 @@ def distillation_loss(
     return losses, divergences, grad_logits.to(logits.dtype)
 
 
-def chunk_cross_entropy(targets: Tensor, logits: Tensor, here: slice, trains: bool) -> tuple[Tensor, Tensor]:
-    return fused(cross_entropy, logits.device.type, static_widths=True)(logits, targets[here], trains)
+def chunk_cross_entropy(targets: Tensor, logits: Tensor, chunk: slice, trains: bool) -> tuple[Tensor, Tensor]:
+    return fused(cross_entropy, logits.device.type, static_widths=True)(logits, targets[chunk], trains)
 
 
-def finished_chunk_loss(
-    finish: Finish, chunk_loss: ChunkLoss, logits: Tensor, here: slice, trains: bool
+def transformed_chunk_loss(
+    logit_transform: LogitTransform, chunk_loss: ChunkLoss, logits: Tensor, chunk: slice, trains: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns what `chunk_loss` does of a chunk's logits after the family's own `finish`; the gradient is of the logits
-    before it."""
+    """Returns what `chunk_loss` does of a chunk's logits after the family's own `logit_transform`. The gradient is of
+    the logits before it."""
     with torch.set_grad_enabled(trains):
-        finished = finish(logits.requires_grad_(trains))
-    losses, grad_logits = chunk_loss(finished.detach(), here, trains)
+        transformed = logit_transform(logits.requires_grad_(trains))
+    losses, grad_logits = chunk_loss(transformed.detach(), chunk, trains)
     if trains:
-        (grad_logits,) = torch.autograd.grad(finished, logits, grad_logits)
+        (grad_logits,) = torch.autograd.grad(transformed, logits, grad_logits)
     return losses, grad_logits
 
 
 def chunk_distillation_loss(
-    teacher: TeacherOutput, targets: Tensor, divergences: Tensor, logits: Tensor, here: slice, trains: bool
+    teacher: TeacherOutput, targets: Tensor, divergences: Tensor, logits: Tensor, chunk: slice, trains: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns `chunk_cross_entropy` of the rows `here` beside a teacher, and writes their `divergences`. The logits of
+    """Returns `chunk_cross_entropy` of the rows `chunk` beside a teacher, and writes their `divergences`. The logits of
     both models exist for these rows only. Where one vocabulary is padded further than the other, the divergence is over
     the tokens that both have."""
     both = slice(logits.shape[1])
     teacher_logits = F.linear(
-        teacher.hidden[here], teacher.weight[both], None if teacher.bias is None else teacher.bias[both]
+        teacher.hidden[chunk], teacher.weight[both], None if teacher.bias is None else teacher.bias[both]
     )
-    if teacher.finish:
-        teacher_logits = teacher.finish(teacher_logits)
+    if teacher.logit_transform:
+        teacher_logits = teacher.logit_transform(teacher_logits)
     loss = fused(distillation_loss, logits.device.type, static_widths=True)
-    losses, divergences[here], grad_logits = loss(
-        logits, teacher_logits, targets[here], teacher.temperature, teacher.ratio, trains
+    losses, divergences[chunk], grad_logits = loss(
+        logits, teacher_logits, targets[chunk], teacher.temperature, teacher.ratio, trains
     )
     return losses, grad_logits
 
@@ -289,20 +290,20 @@ def total_with_teacher(teacher: TeacherOutput, divergences: Tensor, losses: Tens
 
 
 def vocab_parallel_cross_entropy(
-    axis: TensorAxis, targets: Tensor, logits: Tensor, here: slice, trains: bool
+    tp_group: TPGroup, targets: Tensor, logits: Tensor, chunk: slice, trains: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns `chunk_cross_entropy` of the rows `here` where each tensor-parallel rank has the logits [n, V] of its own
-    part of the vocabulary, and `targets` count from the first of these: with one all-gather of three numbers a row
+    """Returns `chunk_cross_entropy` of the rows `chunk` where each tensor-parallel rank has the logits [n, V] of its
+    part of the vocabulary, and `targets` count from the first of these. It takes one all-gather of three numbers a row
     (Megatron-LM, arXiv 1909.08053, section 3, has two all-reduces). The losses are the same on every rank, the gradient
     is that of its own logits. Collective."""
     device_type = logits.device.type
     exponentials = fused(local_exponentials, device_type, static_widths=True)
-    grad_logits, *own = exponentials(logits, targets[here], trains)
-    gathered = all_gather_plain(torch.stack(own)[None], axis).view(axis.size, 3, -1)
-    losses, share = fused(combine_ranks, device_type)(gathered, own[0])
+    grad_logits, *row_stats = exponentials(logits, targets[chunk], trains)
+    gathered = all_gather_plain(torch.stack(row_stats)[None], tp_group).view(tp_group.size, 3, -1)
+    losses, share = fused(combine_ranks, device_type)(gathered, row_stats[0])
     if trains:
         slopes = fused(local_grad_logits, device_type, static_widths=True)
-        grad_logits = slopes(grad_logits, share, targets[here]).to(logits.dtype)
+        grad_logits = slopes(grad_logits, share, targets[chunk]).to(logits.dtype)
     return losses, grad_logits
 
 
@@ -317,13 +318,13 @@ def local_exponentials(logits: Tensor, targets: Tensor, trains: bool) -> tuple[T
     return grad_logits if trains else logits, largest[:, 0], grad_logits.sum(-1), picked
 
 
-def combine_ranks(gathered: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns, from the three numbers of each rank, `gathered` [ranks, 3, n], and this rank's `own` largest logit: the
-    losses, and the factor that makes probabilities of this rank's exponentials; [n] both."""
+def combine_ranks(gathered: Tensor, local_largest: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the losses, and the factor that makes probabilities of this rank's exponentials; [n] both. `gathered`
+    [ranks, 3, n]: the three numbers of each rank; `local_largest` [n]: this rank's largest logits."""
     largest, sums, picked = gathered.unbind(1)
     peak = largest.amax(0)
     total = (sums * (largest - peak).exp()).sum(0)
-    return peak + total.log() - picked.sum(0), (own - peak).exp() / total
+    return peak + total.log() - picked.sum(0), (local_largest - peak).exp() / total
 
 
 def local_grad_logits(grad_logits: Tensor, share: Tensor, targets: Tensor) -> Tensor:

@@ -133,13 +133,13 @@ def block_mask(numbers: Tensor, window: int = 0) -> Any:
     first, last = blocks[..., 0], blocks[..., -1]
     meets = (last[:, None, :] >= first[:, :, None]).tril()  # [B, query block, key block]
     # blocks without a masked score: one document from the start of the key block to the end of the query block
-    whole = (last[:, :, None] == first[:, None, :]).tril(-1)
+    unmasked = (last[:, :, None] == first[:, None, :]).tril(-1)
 
     if window:
         order = torch.arange(blocks.shape[1], device=numbers.device)
         apart = (order[:, None] - order[None, :]) * BLOCK  # tokens between the first ones of a query and a key block
         meets &= apart - BLOCK + 1 < window
-        whole &= apart + BLOCK - 1 < window
+        unmasked &= apart + BLOCK - 1 < window
 
     def listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
         """Returns how many key blocks each query block takes, [B, 1, n], and a list of these first, [B, 1, n, n]."""
@@ -150,4 +150,4 @@ def block_mask(numbers: Tensor, window: int = 0) -> Any:
         seen = (query >= key) & (numbers[row, query] == numbers[row, key])
         return seen & (query - key < window) if window else seen
 
-    return BlockMask.from_kv_blocks(*listed(meets & ~whole), *listed(whole), BLOCK_SIZE=BLOCK, mask_mod=within)
+    return BlockMask.from_kv_blocks(*listed(meets & ~unmasked), *listed(unmasked), BLOCK_SIZE=BLOCK, mask_mod=within)

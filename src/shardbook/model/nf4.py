@@ -22,7 +22,7 @@ from shardbook.arithmetic import round_up
 from shardbook.comm.compile_on_cuda import fused
 from shardbook.comm.torch_private import slots_of
 from shardbook.parallel.byte_gather import BYTES
-from shardbook.parallel.units import GLOBAL_NUMEL
+from shardbook.parallel.units import FULL_NUMEL
 from shardbook.recipe import RecipeError
 
 BLOCK = 64
@@ -62,7 +62,7 @@ def pack_module(module: nn.Linear, name: str, dtype: torch.dtype, nested: bool) 
     for key, size, count in ((PACKED, width // 2, out * width), (ABSMAX, absmax_bytes(width, nested), 0)):
         empty = torch.empty(out, size // dtype.itemsize, dtype=dtype, device="meta")
         parameter = nn.Parameter(empty, requires_grad=False)
-        setattr(parameter, GLOBAL_NUMEL, count)
+        setattr(parameter, FULL_NUMEL, count)
         module.register_parameter(key, parameter)
     for key, value in others.items():
         module.register_parameter(key, value)
@@ -195,5 +195,5 @@ def unpacked_weight(module: nn.Linear, dtype: torch.dtype) -> Tensor:
 
 def fill_rows(packed: Tensor, absmax: Tensor, rows: Tensor, nested: bool) -> None:
     """Quantises `rows` into this rank's part of the packed parameters."""
-    for there, found in zip((packed, absmax), quantize_rows(rows.to(packed.device), nested), strict=True):
-        there.view(torch.uint8).copy_(found)
+    for local, quantized in zip((packed, absmax), quantize_rows(rows.to(packed.device), nested), strict=True):
+        local.view(torch.uint8).copy_(quantized)

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from itertools import chain
 
 from shardbook.model.causal_lm import CausalLM, count_flops
-from shardbook.model.parts import at, copy_module, put
+from shardbook.model.hf_model import at, copy_module, put
 from shardbook.parallel.schedule import Pipeline, layers_per_pp_stage
-from shardbook.parallel.units import GLOBAL_SHAPES, TP_SHARDED
+from shardbook.parallel.units import FULL_SHAPES, TP_SHARDED
 from shardbook.recipe import Parallel, RecipeError
 
 
@@ -22,21 +22,21 @@ def split_stages(model: CausalLM, parallel: Parallel, rank: int, world_size: int
         return
     blocks = model.all_blocks
     if ranks * chunks > len(blocks):
-        said = f"parallel.pp_size = {ranks}" + f", parallel.pipeline_chunks = {chunks}" * (chunks > 1)
+        setting = f"parallel.pp_size = {ranks}" + f", parallel.pipeline_chunks = {chunks}" * (chunks > 1)
         way_out = f"there may be {len(blocks)} at most; set {'one of them' if chunks > 1 else 'it'} lower"
-        raise RecipeError(f"{said}: {ranks * chunks} stages of a model that has {len(blocks)} blocks; {way_out}")
+        raise RecipeError(f"{setting}: {ranks * chunks} stages of a model that has {len(blocks)} blocks; {way_out}")
     model.flops = count_flops(model)
-    shapes = {name: getattr(own, TP_SHARDED, (0, own.shape))[1] for name, own in model.named_parameters()}
-    setattr(model, GLOBAL_SHAPES, shapes)
+    shapes = {name: getattr(each, TP_SHARDED, (0, each.shape))[1] for name, each in model.named_parameters()}
+    setattr(model, FULL_SHAPES, shapes)
     place = rank * ranks // world_size
     layers = layers_per_pp_stage(len(blocks), ranks * chunks)
     pipeline = model.pipeline = Pipeline(parallel.pipeline_schedule, place, ranks, layers, model.is_tied)
-    own = [pipeline.own_layers(chunk, len(blocks)) for chunk in range(chunks)]
-    keep_blocks(model, [*chain(*own)], pipeline.is_first(0), pipeline.is_last(chunks - 1))
+    chunk_layers = [pipeline.own_layers(chunk, len(blocks)) for chunk in range(chunks)]
+    keep_blocks(model, [*chain(*chunk_layers)], pipeline.is_first(0), pipeline.is_last(chunks - 1))
     if chunks > 1:
-        model.chunks = [_view(model) for _ in own]
+        model.chunks = [_view(model) for _ in chunk_layers]
         for chunk, view in enumerate(model.chunks):
-            keep_blocks(view, own[chunk], pipeline.is_first(chunk), pipeline.is_last(chunk))
+            keep_blocks(view, chunk_layers[chunk], pipeline.is_first(chunk), pipeline.is_last(chunk))
 
 
 def keep_blocks(model: CausalLM, numbers: Sequence[int], has_first_pp_stage: bool, has_last_pp_stage: bool) -> None:

@@ -31,16 +31,16 @@ from shardbook.model.comparisons import (
     compare_eager,
     compare_files,
     decode_by_steps,
+    describe_error,
     differences,
     gradients_of,
     heeds_positions,
     raise_if_ours,
     run_in_halves,
-    said,
 )
 from shardbook.model.families import blame
+from shardbook.model.hf_model import Unfit
 from shardbook.model.masks import make_mask, read_rule
-from shardbook.model.parts import Unfit
 from shardbook.model.shrink import VOCABULARY, shrink_config
 from shardbook.parallel.batch import Batch
 from shardbook.recipe import RecipeError
@@ -55,16 +55,16 @@ class Verdict:
     """The answer of the self-check for a config's family."""
 
     refused: str = ""  # the reason why it cannot be trained
-    apart: str = ""  # the reason why documents must not share rows
+    no_packing_reason: str = ""  # the reason why documents must not share rows
     demands: attention.Demands = attention.PLAIN
-    splits_heads: bool = True  # ranks can share its heads and rows: each layer has as many, and positions are heeded
-    together: str = ""  # the reason why its layers must lie on one rank
-    uncached: str = ""  # the reason why it continues no prompts
-    unreached: tuple[str, ...] = ()  # parameters that get no gradient, `*` for any number in a name
+    can_split_heads: bool = True  # ranks can share its heads and rows: each layer has as many, and positions are heeded
+    no_pipeline_reason: str = ""  # the reason why its layers must lie on one rank
+    no_generation_reason: str = ""  # the reason why it continues no prompts
+    without_gradient: tuple[str, ...] = ()  # parameters that get no gradient, `*` for any number in a name
 
     @property
     def kind(self) -> str:
-        return "refused" if self.refused else "rows" if self.apart else "packed"
+        return "refused" if self.refused else "rows" if self.no_packing_reason else "packed"
 
 
 def check_family(config: PreTrainedConfig) -> Verdict:
@@ -79,10 +79,10 @@ _KNOWN: dict[str, Verdict] = {}  # by all that a config says, but for its folder
 
 
 def _words(config: PreTrainedConfig) -> str:
-    said: dict[str, Any] = config.to_dict() | {"_name_or_path": ""}
-    for each in (said, *(own for own in said.values() if isinstance(own, dict))):
+    settings: dict[str, Any] = config.to_dict() | {"_name_or_path": ""}
+    for each in (settings, *(inner for inner in settings.values() if isinstance(inner, dict))):
         each.pop("dtype", None)  # which transformers notes when it builds a model; the check runs in fp32
-    return json.dumps(said, sort_keys=True, default=str)
+    return json.dumps(settings, sort_keys=True, default=str)
 
 
 def _check(config: PreTrainedConfig) -> Verdict:
@@ -96,7 +96,7 @@ def _check(config: PreTrainedConfig) -> Verdict:
             try:
                 small = shrink_config(config)
             except Exception as error:
-                raise Unfit(f"its config cannot be made small ({said(error)})") from None
+                raise Unfit(f"its config cannot be made small ({describe_error(error)})") from None
             return compare_with_transformers(small)
         except Unfit as reason:
             return Verdict(refused=_blame(config) + str(reason))
@@ -109,8 +109,8 @@ def _blame(config: PreTrainedConfig) -> str:
     """Returns the key of `config` with which transformers' own small model does not run, in the words of `blame`."""
 
     def build(words: dict[str, Any]) -> PreTrainedConfig:
-        run_theirs(shrink_config(made := type(config).from_dict(dict(words))), [torch.arange(3, 3 + LENGTH)])
-        return made
+        run_theirs(shrink_config(built := type(config).from_dict(dict(words))), [torch.arange(3, 3 + LENGTH)])
+        return built
 
     with suppress(Exception):  # of whatever kind, as in compare_with_transformers
         build(config.to_diff_dict())
@@ -145,7 +145,7 @@ def compare_with_transformers(small: PreTrainedConfig) -> Verdict:
             raise Unfit("its tokens see later ones, so it is no causal language model")
     except Exception as error:
         raise_if_ours(error)
-        raise Unfit(f"transformers runs no small model of it ({said(error)})") from None
+        raise Unfit(f"transformers runs no small model of it ({describe_error(error)})") from None
     has_kernels = "ALL_ATTENTION_FUNCTIONS" in vars(sys.modules[type(theirs).__module__])
     config = type(small).from_dict(small.to_dict())
     attention.use_attention(config, attention.KERNELS["sdpa" if has_kernels else "eager"])
@@ -154,7 +154,7 @@ def compare_with_transformers(small: PreTrainedConfig) -> Verdict:
         materialize(ours, torch.device("cpu"))
         ours.eval().load_state_dict(theirs.state_dict())
     except (KeyError, RuntimeError) as error:
-        raise Unfit(f"its parts have other names ({said(error)})") from None
+        raise Unfit(f"its parts have other names ({describe_error(error)})") from None
     listening = Listening(None, not has_kernels)
     ALL_ATTENTION_FUNCTIONS.register(config._attn_implementation, listening)
     ALL_MASK_ATTENTION_FUNCTIONS.register(config._attn_implementation, listening.make_mask)
@@ -165,26 +165,26 @@ def compare_with_transformers(small: PreTrainedConfig) -> Verdict:
         return nullcontext()
 
     ours.around_block = around
-    found, alone = list[str](), batch_of([[each] for each in documents], packed=False)
+    reasons, alone = list[str](), batch_of([[each] for each in documents], packed=False)
     for batch in (batch_of(rows, packed=True), alone):
         order.clear()
         try:
-            made = gradients_of(ours, ours(batch, summed=True))
+            computed = gradients_of(ours, ours(batch, summed=True))
         except Exception as error:
             raise_if_ours(error)
-            found.append(said(error))
+            reasons.append(describe_error(error))
             continue
         if order != list(range(len(ours.all_blocks))):
             raise Unfit("its blocks do not run once each, in their order")
-        loss, gradient = differences(made, wanted)
+        loss, gradient = differences(computed, wanted)
         if max(loss, gradient) < TOLERANCE:
-            found.append("")
+            reasons.append("")
             break
-        found.append(f"loss off by {loss:.0e}, gradients by {gradient:.0e}")
-    if found[-1]:
-        raise Unfit(f"a document alone is not what transformers computes ({found[-1]})")
+        reasons.append(f"loss off by {loss:.0e}, gradients by {gradient:.0e}")
+    if reasons[-1]:
+        raise Unfit(f"a document alone is not what transformers computes ({reasons[-1]})")
     compare_files(ours, theirs)
-    apart = f"documents of a packed row see each other ({found[0]})" if found[0] else ""
+    apart = f"documents of a packed row see each other ({reasons[0]})" if reasons[0] else ""
     demands = attention.Demands(tuple(sorted(listening.arguments)), not has_kernels, listening.is_dense)
     if demands.arguments and (reason := compare_eager(ours, alone, wanted)):
         raise Unfit(f"a document alone is not what transformers computes by eager attention ({reason})")
@@ -209,7 +209,10 @@ def run_theirs(small: PreTrainedConfig, documents: list[Tensor]) -> tuple[PreTra
             parameter.add_(0.1 * torch.randn_like(parameter))
     before = [parameter.detach().clone() for parameter in theirs.parameters()]
     logits = (theirs(input_ids=each[None], use_cache=False).logits[0, :-1].float() for each in documents)
-    losses = [F.cross_entropy(made, each[1:], reduction="sum") for made, each in zip(logits, documents, strict=True)]
+    losses = [
+        F.cross_entropy(row_logits, each[1:], reduction="sum")
+        for row_logits, each in zip(logits, documents, strict=True)
+    ]
     if not torch.stack(losses).isfinite().all():
         raise Unfit("the loss of its small model is not finite")
     if not all(map(torch.equal, before, theirs.parameters())):  # a checkpoint would hold the change

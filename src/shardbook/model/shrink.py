@@ -87,25 +87,25 @@ def shrink_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 def _shrunk(words: dict[str, Any], layers: int) -> dict[str, Any]:
     kept = layers_of_each_kind(words, layers)
-    made = {name: _small(name, value, layers, kept) for name, value in copy.deepcopy(words).items()}
+    shrunk = {name: _small(name, value, layers, kept) for name, value in copy.deepcopy(words).items()}
     for name, of_heads in KEY_HEADS.items():
         if value := words.get(name):
             heads = words.get(of_heads) or words.get("n_head") or 2 * value
-            few = made.get(of_heads) or made.get("n_head") or 4
-            made[name] = 3 if heads % value else few if value == heads else min(value, 2)  # 3: as wrong as it was
+            few = shrunk.get(of_heads) or shrunk.get("n_head") or 4
+            shrunk[name] = 3 if heads % value else few if value == heads else min(value, 2)  # 3 divides no better
     if words.get("qk_head_dim"):
-        made["qk_head_dim"] = made["qk_nope_head_dim"] + made["qk_rope_head_dim"]
+        shrunk["qk_head_dim"] = shrunk["qk_nope_head_dim"] + shrunk["qk_rope_head_dim"]
     width, rotated, others = (words.get(f"{name}head_dim") or 0 for name in ("", "qk_rope_", "qk_nope_"))
     if others and width > rotated > 0:  # a head is both of its parts, not the rotated one
-        made["head_dim"] = made["qk_nope_head_dim"] + made["qk_rope_head_dim"]
+        shrunk["head_dim"] = shrunk["qk_nope_head_dim"] + shrunk["qk_rope_head_dim"]
     if words.get("expand") and words.get("num_heads"):  # a mixer's heads are as wide as its state
-        made["num_heads"] = made["hidden_size"] * words["expand"] // made["head_dim"]
+        shrunk["num_heads"] = shrunk["hidden_size"] * words["expand"] // shrunk["head_dim"]
     if isinstance(words.get("num_kv_shared_layers"), int):
-        made["num_kv_shared_layers"] = min(words["num_kv_shared_layers"], len(kept) // 2)
+        shrunk["num_kv_shared_layers"] = min(words["num_kv_shared_layers"], len(kept) // 2)
     if (words.get("pad_token_id") or 0) >= words.get("vocab_size", math.inf):
-        made["pad_token_id"] = VOCABULARY  # as wrong as it was
-    _cut_rotations(made)
-    return made
+        shrunk["pad_token_id"] = VOCABULARY  # outside of the vocabulary, as it was
+    _cut_rotations(shrunk)
+    return shrunk
 
 
 def _small(name: str, value: Any, layers: int, kept: list[int]) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shardbook.model.causal_lm import CausalLM
 from shardbook.model.loss_head import LossHead
-from shardbook.parallel.units import FORWARD_ONLY, FREED, HELD
+from shardbook.parallel.units import FORWARD_ONLY, GATHERED, RESHARDED
 
 
 class TeacherHead(LossHead):
@@ -28,7 +28,7 @@ def attach_teacher(model: CausalLM, teacher: CausalLM) -> None:
     teacher.head.__class__ = TeacherHead
     for part in teacher.parts:
         for module in part:
-            setattr(module, FORWARD_ONLY, HELD if teacher.head in part else FREED)
+            setattr(module, FORWARD_ONLY, GATHERED if teacher.head in part else RESHARDED)
     model.teacher = teacher
     model.is_adapted = True
 

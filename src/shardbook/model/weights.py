@@ -25,11 +25,11 @@ from shardbook.model.export_files import choose_padding, write_generation
 from shardbook.model.file_names import FileNames
 from shardbook.model.hub import INDEX
 from shardbook.model.nf4 import ABSMAX, PACKED, fill_rows
-from shardbook.model.stored import FLOATS, open_tensors
+from shardbook.model.weight_files import FLOATS, open_tensors
 from shardbook.parallel.boxes import local_box
 from shardbook.parallel.layout import DTYPES
-from shardbook.parallel.tensor import local_part
-from shardbook.parallel.units import GLOBAL_SHAPES
+from shardbook.parallel.local_tensors import local_part
+from shardbook.parallel.units import FULL_SHAPES
 from shardbook.paths import whole_directory
 from shardbook.recipe import RecipeError
 
@@ -57,9 +57,10 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     embedding. All missing, unexpected, misshapen and non-float entries are named in one error, before any tensor is
     read. A reward model's head is read where the files have it; a reward model ignores the language model's head.
     """
-    own, named = shard_slices(model), dict(model.named_parameters())  # a tied weight once, under its embedding's name
-    elsewhere = {name: shape for name, shape in global_shapes(model).items() if name not in named}
-    wanted = {name: part.shape for name, part in own.items()} | elsewhere
+    slices = shard_slices(model)
+    named = dict(model.named_parameters())  # a tied weight once, under its embedding's name
+    elsewhere = {name: shape for name, shape in full_shapes(model).items() if name not in named}
+    wanted = {name: part.shape for name, part in slices.items()} | elsewhere
     files: FileNames = model.files  # type: ignore[assignment]
     buffers = stored_buffers(model)
     wanted |= {name: buffer.shape for name, buffer in buffers.items()}
@@ -84,7 +85,7 @@ def load_weights(model: nn.Module, folder: Path) -> None:
             raise RecipeError(f"weights in {folder} do not fit the model: {'; '.join(problems)}")
         if files.is_tied and files.head in stored:
             _check_tied(stored[files.head], stored[files.embedding], folder)
-        for name, part in ((name, part) for name, part in own.items() if name in wanted):
+        for name, part in ((name, part) for name, part in slices.items() if name in wanted):
             part.fill(stored[name].read_part(part.rows, part.columns))
         _fill_buffers(buffers, stored)
 
@@ -140,20 +141,20 @@ class ShardSlice:
     fill: Callable[[Tensor], Any]
     columns: slice | None = None  # all of them
 
-    def fill_from(self, whole: Tensor) -> None:
-        part = whole[self.rows]
+    def fill_from(self, full: Tensor) -> None:
+        part = full[self.rows]
         self.fill(part if self.columns is None else part[:, self.columns])
 
 
-def global_shapes(model: nn.Module) -> dict[str, torch.Size]:
+def full_shapes(model: nn.Module) -> dict[str, torch.Size]:
     """Returns the shape of every parameter of the model, also of layers on other ranks, by name and in order."""
-    whole: dict[str, torch.Size] | None = getattr(model, GLOBAL_SHAPES, None)
-    return whole or {name: parameter.shape for name, parameter in student_parameters(model)}
+    shapes: dict[str, torch.Size] | None = getattr(model, FULL_SHAPES, None)
+    return shapes or {name: parameter.shape for name, parameter in student_parameters(model)}
 
 
 def shard_slices(model: nn.Module) -> dict[str, ShardSlice]:
     """Returns the place of each parameter by its name in the files, in the model's order; adapters are in no file."""
-    found = {}
+    slices = {}
     for name, parameter in student_parameters(model):
         stem, _, last = name.rpartition(".")
         local, rows, columns = local_slices(parameter.detach())
@@ -161,10 +162,10 @@ def shard_slices(model: nn.Module) -> dict[str, ShardSlice]:
             module: Any = model.get_submodule(stem)
             absmax, _ = local_rows(module.weight_absmax.detach())
             shape = torch.Size((module.out_features, module.in_features))
-            found[f"{stem}.weight"] = ShardSlice(shape, rows, partial(fill_rows, local, absmax, nested=module.nested))
+            slices[f"{stem}.weight"] = ShardSlice(shape, rows, partial(fill_rows, local, absmax, nested=module.nested))
         elif last != ABSMAX and not is_adapter(name):
-            found[name] = ShardSlice(parameter.shape, rows, local.copy_, columns)
-    return found
+            slices[name] = ShardSlice(parameter.shape, rows, local.copy_, columns)
+    return slices
 
 
 def init_weights(model: nn.Module, seed: int, only: str = "") -> None:
@@ -177,12 +178,12 @@ def init_weights(model: nn.Module, seed: int, only: str = "") -> None:
     config: Any = model.config
     device = next(model.parameters()).device
     vectors: dict[str, Tensor] = model.vectors  # type: ignore[assignment]
-    own = shard_slices(model)
-    numbered = getattr(model, GLOBAL_SHAPES, own)  # in the whole model: else pipeline stages draw equal weights
+    slices = shard_slices(model)
+    numbered = getattr(model, FULL_SHAPES, slices)  # in the whole model: else pipeline stages draw equal weights
     for index, name in enumerate(numbered):
-        if name not in own or (only and name != only):
+        if name not in slices or (only and name != only):
             continue
-        part = own[name]
+        part = slices[name]
         if len(part.shape) == 1:
             first = vectors.get(name)
             if first is None:  # a reward model's head, an adapter's
@@ -217,15 +218,15 @@ def full_tensors(model: nn.Module, dtype: str) -> Iterator[tuple[str, Tensor]]:
     Each rank casts its shard before the gather: the values are the same, since a cast looks at one value alone, and
     fp32 masters exported in bf16 cost half the bytes on the network and half the memory.
     """
-    own, device = dict(student_parameters(model)), next(model.parameters()).device
-    whole: dict[str, torch.Size] = getattr(model, GLOBAL_SHAPES, {})  # of a model that lies on several pipeline stages
-    for name in whole or own:
+    parameters, device = dict(student_parameters(model)), next(model.parameters()).device
+    shapes: dict[str, torch.Size] = getattr(model, FULL_SHAPES, {})  # of a model that lies on several pipeline stages
+    for name in shapes or parameters:
         tensor = torch.empty(0, device=device)
-        if name in own:
-            cast = own[name].detach().to(DTYPES[dtype])
+        if name in parameters:
+            cast = parameters[name].detach().to(DTYPES[dtype])
             tensor = whole_tensor(cast) if isinstance(cast, DTensor) else cast
-        if whole:
-            tensor = bring_to_main(tensor, whole[name], DTYPES[dtype], name in own)
+        if shapes:
+            tensor = bring_to_main(tensor, shapes[name], DTYPES[dtype], name in parameters)
         yield name, tensor
 
 
@@ -294,7 +295,7 @@ def save_weights(
         clean = type(config).from_dict(
             {k: v for k, v in config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
         )
-        clean.architectures = config.architectures or [type(files.whole).__name__]
+        clean.architectures = config.architectures or [type(files.hf_model).__name__]
         clean.dtype = DTYPES[dtype]
         if SCORE in shapes:
             clean.architectures = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[config.model_type]]

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardbook.comm.torch_private import norms_of, scale_together
-from shardbook.optim.elementwise import local_values
 from shardbook.optim.table import OPTIMIZERS
+from shardbook.parallel.local_tensors import local_values
 from shardbook.parallel.pipeline import PipelineStageParameters
 from shardbook.recipe import Optim
 

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from shardbook.comm.compile_on_cuda import fused
-from shardbook.optim.elementwise import local_values, send_numbers
+from shardbook.optim.elementwise import send_numbers
 from shardbook.parallel.boxes import shard_number
-from shardbook.parallel.units import GLOBAL_SHAPES
+from shardbook.parallel.local_tensors import local_values
+from shardbook.parallel.units import FULL_SHAPES
 
 PIECE = 2**24  # elements that are stepped at once: the noise of no more than these is held
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -72,7 +73,7 @@ class AdamWBf16(torch.optim.Optimizer):
 
 def numbers_in_whole(model: nn.Module) -> list[int] | None:
     """Returns the number of each parameter of `parameter_groups` in those of the whole model; None where it is all."""
-    full_shapes: dict[str, torch.Size] | None = getattr(model, GLOBAL_SHAPES, None)
+    full_shapes: dict[str, torch.Size] | None = getattr(model, FULL_SHAPES, None)
     if full_shapes is None:
         return None
     names = dict(model.named_parameters())

@@ -1,4 +1,4 @@
-"""Lion: an elementwise optimizer, so that a rank steps its shard by itself; and what optimizers ask of a shard.
+"""Lion: an elementwise optimizer, so that a rank steps its shard by itself; and what optimizers share.
 
 Invariant: a step is a function of gradients and state, with no collective and no host sync; its bits are the same
 however rows are sharded.
@@ -12,20 +12,8 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from shardbook.comm.compile_on_cuda import fused
-from shardbook.parallel.tensor import local_part
+from shardbook.parallel.local_tensors import local_values
 from shardbook.recipe import Optim
-
-
-def local_values(tensor: Tensor) -> Tensor:
-    """Returns this rank's part of `tensor`, detached from autograd."""
-    return local_part(tensor).detach()
-
-
-def parts_of(tensor: Tensor) -> list[Tensor]:
-    """Returns the plain tensors in this rank's part of `tensor`: of one of eight bits its codes, scales and table."""
-    tensor = local_part(tensor)
-    names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else []
-    return [part for name in names for part in parts_of(getattr(tensor, name))] or [tensor]
 
 
 def step_adamw(tensors: Sequence[list[Tensor]], steps: list[Tensor], betas: Sequence[float], **rates: Any) -> None:

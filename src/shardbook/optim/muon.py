@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from shardbook.arithmetic import ceil_div
-from shardbook.optim.elementwise import local_values, step_adamw
+from shardbook.optim.elementwise import step_adamw
+from shardbook.parallel.local_tensors import local_values
 from shardbook.parallel.units import matrices_of
 from shardbook.recipe import Optim
 

@@ -2,7 +2,7 @@
 
 DeepSpeed Ulysses (Jacobs et al., arXiv 2309.14509, section 3.1): around attention a rank has its slice of each row and
 all heads; inside it the whole row and its share of heads, so the kernel and its document boundaries stay as they are.
-Two all-to-alls forward, two backward. Invariant: ranks of the axis see slices of the same rows, hold shards of one copy
+Two all-to-alls forward, two backward. Invariant: ranks of a group see slices of the same rows, hold shards of one copy
 of the model as data-parallel ranks do, and each computes the loss of its own tokens.
 """
 
@@ -19,22 +19,26 @@ from shardbook.parallel.mesh import ranks_along
 
 
 @dataclass(eq=False)
-class ContextAxis:
-    """The context-parallel ranks, and which heads each of them computes. Attention modules hold it; `group` is set once
-    there is a mesh. Query heads are split in order; one head of keys and values may serve several ranks.
+class CPGroup:
+    """The context-parallel ranks, and which heads each of them computes. Attention modules hold it; `process_group` is
+    set once there is a mesh. Query heads are split in order; one head of keys and values may serve several ranks.
 
-    A row of four tokens t, and heads a and b, on two ranks; each exchange is one all-to-all:
+    A row of eight tokens t, and four heads a to d, on four ranks; each exchange is one all-to-all:
 
-                  around attention      inside it              around attention
-        rank 0    t0 t1, heads a b      t0 to t3, head a       t0 t1, heads a b
-        rank 1    t2 t3, heads a b      t0 to t3, head b       t2 t3, heads a b
-                             seq_to_heads            heads_to_seq
+                  around attention    inside it           around attention
+        rank 0    t0 t1, heads a-d    t0 to t7, head a    t0 t1, heads a-d
+        rank 1    t2 t3, heads a-d    t0 to t7, head b    t2 t3, heads a-d
+        rank 2    t4 t5, heads a-d    t0 to t7, head c    t4 t5, heads a-d
+        rank 3    t6 t7, heads a-d    t0 to t7, head d    t6 t7, heads a-d
+                           seq_to_heads         heads_to_seq
+
+    In seq_to_heads rank 0 sends head b of t0 t1 to rank 1, head c to rank 2, head d to rank 3; heads_to_seq sends back.
     """
 
     cp_rank: int  # of this rank along cp
     heads: list[int]  # of each rank: how many query heads it computes
     key_heads: list[list[int]]  # of each rank: the heads of keys and values that it computes them with
-    group: dist.ProcessGroup | None = None
+    process_group: dist.ProcessGroup | None = None
 
     @property
     def size(self) -> int:
@@ -43,24 +47,24 @@ class ContextAxis:
     def seq_to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """Exchanges queries, keys, values [B, heads, L / size, D] of all heads for [B, heads, L, D] of this rank's."""
         shape = query.shape
-        counts = [len(own) for own in self.key_heads]
+        counts = [len(heads) for heads in self.key_heads]
         parts = [query.transpose(1, 2).split(self.heads, 2)]
-        sent_heads = [head for own in self.key_heads for head in own]  # in the order of the ranks that receive them
+        sent_heads = [head for heads in self.key_heads for head in heads]  # in the order of the ranks that receive them
         parts += [pick_heads(full, sent_heads).transpose(1, 2).split(counts, 2) for full in (key, value)]
-        own = [self.heads[self.cp_rank], counts[self.cp_rank], counts[self.cp_rank]]
+        local_counts = [self.heads[self.cp_rank], counts[self.cp_rank], counts[self.cp_rank]]
         input_splits = [sum(part.numel() for part in each) for each in zip(*parts, strict=True)]
         sent = torch.cat([torch.cat(each, 2).flatten() for each in zip(*parts, strict=True)])
         got = _AllToAll.apply(sent, input_splits, [input_splits[self.cp_rank]] * self.size, self)
-        got = got.view(self.size, shape[0], shape[2], sum(own), shape[3]).transpose(0, 1).flatten(1, 2)
-        return [part.transpose(1, 2) for part in got.split(own, 2)]
+        got = got.view(self.size, shape[0], shape[2], sum(local_counts), shape[3]).transpose(0, 1).flatten(1, 2)
+        return [part.transpose(1, 2) for part in got.split(local_counts, 2)]
 
     def heads_to_seq(self, output: Tensor) -> Tensor:
         """Exchanges attention's output [B, L, heads, D] of this rank's heads for [B, L / size, heads, D] of all."""
-        rows, length, own, dim = output.shape
+        rows, length, local_heads, dim = output.shape
         each = rows * length // self.size * dim
-        sent = output.view(rows, self.size, -1, own, dim).transpose(0, 1).flatten()
+        sent = output.view(rows, self.size, -1, local_heads, dim).transpose(0, 1).flatten()
         output_splits = [each * heads for heads in self.heads]
-        got = _AllToAll.apply(sent, [each * own] * self.size, output_splits, self)
+        got = _AllToAll.apply(sent, [each * local_heads] * self.size, output_splits, self)
         return torch.cat([part.view(rows, length // self.size, -1, dim) for part in got.split(output_splits)], 2)
 
 
@@ -76,19 +80,19 @@ class _AllToAll(torch.autograd.Function):
     that are sent to, and received from, each rank. Backward sends gradients the other way."""
 
     @staticmethod
-    def forward(ctx: Any, sent: Tensor, input_splits: list[int], output_splits: list[int], axis: ContextAxis) -> Tensor:
-        ctx.input_splits, ctx.output_splits, ctx.axis = input_splits, output_splits, axis
-        return all_to_all(sent, input_splits, output_splits, axis)
+    def forward(ctx: Any, sent: Tensor, input_splits: list[int], output_splits: list[int], cp_group: CPGroup) -> Tensor:
+        ctx.input_splits, ctx.output_splits, ctx.cp_group = input_splits, output_splits, cp_group
+        return all_to_all(sent, input_splits, output_splits, cp_group)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
-        return all_to_all(grad_output, ctx.output_splits, ctx.input_splits, ctx.axis), None, None, None
+        return all_to_all(grad_output, ctx.output_splits, ctx.input_splits, ctx.cp_group), None, None, None
 
 
-def all_to_all(sent: Tensor, input_splits: list[int], output_splits: list[int], axis: ContextAxis) -> Tensor:
-    assert axis.group is not None, "the axis has no group yet"
+def all_to_all(sent: Tensor, input_splits: list[int], output_splits: list[int], cp_group: CPGroup) -> Tensor:
+    assert cp_group.process_group is not None, "there is no mesh yet"
     received = sent.new_empty(1, sum(output_splits))
-    dist.all_to_all_single(received[0], sent.contiguous(), output_splits, input_splits, group=axis.group)
+    dist.all_to_all_single(received[0], sent.contiguous(), output_splits, input_splits, group=cp_group.process_group)
     return received.view(-1)  # a view: torch 2.11's compiler loses the gradient of the very tensor that was written
 
 
@@ -99,5 +103,5 @@ def set_cp_group(model: nn.Module, layout: Layout) -> None:
     every = dict.fromkeys(tuple(ranks_along(layout.mesh, CP, rank)) for rank in range(layout.world_size))
     group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in every])
     for module in model.modules():
-        if isinstance(axis := getattr(module, "context", None), ContextAxis):
-            axis.group = group
+        if isinstance(cp_group := getattr(module, "cp_group", None), CPGroup):
+            cp_group.process_group = group

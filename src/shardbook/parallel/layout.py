@@ -234,11 +234,11 @@ def build_layout(
     switches = read_switches(parallel, sizes[DP_SHARD], ranks_per_node)
     views: Any = getattr(model, "chunks", None) or [model]
     groups_of_chunks = [(parts, blocks)] if len(views) == 1 else [(view.parts, view.blocks) for view in views]
-    frees, chosen, chunks = stage.reshard_after_forward, {} if chosen is None else chosen, list[tuple[Unit, ...]]()
+    reshards, chosen, chunks = stage.reshard_after_forward, {} if chosen is None else chosen, list[tuple[Unit, ...]]()
     for view, each in zip(views, groups_of_chunks, strict=True):
-        key = view, frees, *(getattr(parallel, name) for name in UNIT_KEYS)
+        key = view, reshards, *(getattr(parallel, name) for name in UNIT_KEYS)
         if key not in chosen:
-            chosen[key] = choose_units(view, *each, frees, parallel)
+            chosen[key] = choose_units(view, *each, reshards, parallel)
         chunks.append(chosen[key])
     units = tuple(unit for chunk in chunks for unit in chunk)
     beside = getattr(getattr(model, "teacher", None), "config", None)

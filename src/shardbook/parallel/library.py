@@ -119,9 +119,9 @@ def check_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
     for name in block_at:
         if outer := around(name):
             raise RecipeError(f"shard_model: block {name} is inside block {outer}; name one of the two")
-    found: dict[nn.Parameter, str] = {}
+    first_names: dict[nn.Parameter, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        earlier = found.setdefault(parameter, name)
+        earlier = first_names.setdefault(parameter, name)
         one, other = around(earlier), around(name)
         if block_at.get(one) != block_at.get(other):
             where = [f"block {block}" if block else "no block" for block in (one, other)]

@@ -22,9 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardbook.axes import PP, PP_BACKWARD, PP_ENDS, PP_FORWARD
 from shardbook.parallel.layout import Layout
+from shardbook.parallel.local_tensors import local_part
 from shardbook.parallel.mesh import ranks_along
 from shardbook.parallel.schedule import Action, Pipeline
-from shardbook.parallel.tensor import local_part
 
 # (model, micro-batch) -> [1 + metrics]: the loss, which has the gradient, first
 LossFunction = Callable[[Any, Any], Tensor]
@@ -113,12 +113,12 @@ class PipelineLinks:
 class PipelineStageParameters:
     """The parameters of one pipeline stage."""
 
-    own: list[nn.Parameter]  # all of this rank's
-    tied: list[nn.Parameter]  # those of `own` that another stage has too: the tied weight, on the last stage
+    parameters: list[nn.Parameter]  # all of this rank's
+    tied: list[nn.Parameter]  # those of `parameters` that another stage has too: the tied weight, on the last stage
     group: dist.ProcessGroup  # the ranks along pp, which have the other layers
 
     def __iter__(self) -> Iterator[nn.Parameter]:
-        return iter(self.own)
+        return iter(self.parameters)
 
 
 def tied_weight(model: Any) -> nn.Parameter:

@@ -31,11 +31,13 @@ COPIED: WeakSet[nn.Module] = WeakSet()  # the models that `ReplicatedParameters`
 class GradientBucket:
     """A bucket: the masters of units whose gradients one all-reduce sums, and this rank's gradients of them.
 
-    Weights w of two buckets on two ranks, each with its own rows, of which gradients g and h are:
+    Weights w of two buckets on four ranks. Each rank makes the gradients g of its own rows, the last layers' first:
 
-                  at rest    backward                          all-reduce, while backward goes on    optimizer
-        rank 0    w0 w1      g1 of the last layers, then g0    g1 + h1, then g0 + h0                 steps w0 w1
-        rank 1    w0 w1      h1 of the last layers, then h0    g1 + h1, then g0 + h0                 steps w0 w1
+                  at rest    backward         all-reduce, while backward goes on    optimizer
+        rank 0    w0 w1      its g1, its g0   sum of four g1, then of four g0       steps w0 w1
+        rank 1    w0 w1      its g1, its g0   the same sums                         steps w0 w1
+        rank 2    w0 w1      its g1, its g0   the same sums                         steps w0 w1
+        rank 3    w0 w1      its g1, its g0   the same sums                         steps w0 w1
     """
 
     masters: list[nn.Parameter]
@@ -245,10 +247,10 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
         parts = [map_tensors(part, function) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if isinstance(value, Mapping):
-        made = {name: map_tensors(part, function) for name, part in value.items()}
+        mapped = {name: map_tensors(part, function) for name, part in value.items()}
         if isinstance(value, defaultdict):
-            return defaultdict(value.default_factory, made)
-        return type(value)(made)  # type: ignore[call-arg]
+            return defaultdict(value.default_factory, mapped)
+        return type(value)(mapped)  # type: ignore[call-arg]
     if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{each.name: map_tensors(getattr(value, each.name), function) for each in fields(value)})
     return value

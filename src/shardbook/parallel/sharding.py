@@ -88,7 +88,7 @@ class ShardedModel:
         root.set_requires_gradient_sync(stage.syncs(is_last))
         root.set_requires_all_reduce(is_last)  # across replicas gradients are summed once a step, in every stage
         for unit in units:
-            unit.handle.set_reshard_after_backward(unit.frees_after_backward(is_last), recurse=False)
+            unit.handle.set_reshard_after_backward(unit.reshards_after_backward(is_last), recurse=False)
         yield
         if is_last and self.mesh:
             sum_replicated_gradients(self.model, self.mesh, self.layout.replicated_numel)

@@ -22,24 +22,29 @@ from torch.distributed.tensor import DTensor, Shard
 from shardbook.arithmetic import ceil_div
 from shardbook.axes import TP
 from shardbook.comm.zeropp_collectives import all_gather, reduce_scatter
-from shardbook.parallel.units import GLOBAL_NUMEL, TP_SHARDED
+from shardbook.parallel.local_tensors import local_part
+from shardbook.parallel.units import FULL_NUMEL, TP_SHARDED
 
 
 @dataclass(eq=False)
-class TensorAxis:
-    """The tensor-parallel ranks, and which of them this one is. Tensor-parallel modules hold it; `group` is set
-    once there is a mesh.
+class TPGroup:
+    """The tensor-parallel ranks, and which of them this one is. Tensor-parallel modules hold it; `process_group` is
+    set once there is a mesh.
 
-    Attention, or an MLP, on two ranks, for the four tokens t of a micro-batch:
+    Attention, or an MLP, on four ranks, for the eight tokens t of a micro-batch; each collective is among all four:
 
                   norm     all_gather    column-parallel            row-parallel           reduce_scatter
-        rank 0    t0 t1    t0 to t3      the first half of heads    partial sums, t0-t3    t0 t1
-        rank 1    t2 t3    t0 to t3      the second half            partial sums, t0-t3    t2 t3
+        rank 0    t0 t1    t0 to t7      first quarter of heads     partial sums, t0-t7    t0 t1
+        rank 1    t2 t3    t0 to t7      second quarter             partial sums, t0-t7    t2 t3
+        rank 2    t4 t5    t0 to t7      third quarter              partial sums, t0-t7    t4 t5
+        rank 3    t6 t7    t0 to t7      fourth quarter             partial sums, t0-t7    t6 t7
+
+    An MLP's inner features are split as heads are, and the rows of embedding and head into quarters of the vocabulary.
     """
 
     size: int
     tp_rank: int
-    group: dist.ProcessGroup | None = None
+    process_group: dist.ProcessGroup | None = None
 
     def share(self, count: int) -> slice:
         """Returns which of `count` rows, or columns, are this rank's: as torch.chunk splits, the last ranks fewer."""
@@ -60,47 +65,42 @@ class TensorAxis:
         return _ReduceScatter.apply(full, self)
 
 
-def all_gather_plain(part: Tensor, axis: TensorAxis) -> Tensor:
+def all_gather_plain(part: Tensor, tp_group: TPGroup) -> Tensor:
     """Gathers [1, n, ...] of each rank as [1, size * n, ...], without autograd. Collective."""
-    assert axis.group is not None, "the axis has no mesh yet"
-    full = part.new_empty(1, axis.size * part.shape[1], *part.shape[2:])
-    all_gather(full[0], part.contiguous()[0], axis.group)
+    assert tp_group.process_group is not None, "there is no mesh yet"
+    full = part.new_empty(1, tp_group.size * part.shape[1], *part.shape[2:])
+    all_gather(full[0], part.contiguous()[0], tp_group.process_group)
     return full
 
 
-def reduce_scatter_plain(full: Tensor, axis: TensorAxis) -> Tensor:
-    assert axis.group is not None, "the axis has no mesh yet"
+def reduce_scatter_plain(full: Tensor, tp_group: TPGroup) -> Tensor:
+    assert tp_group.process_group is not None, "there is no mesh yet"
     tokens = full.shape[:-1].numel()
-    part = full.new_empty(1, tokens // axis.size, full.shape[-1])
-    reduce_scatter(part[0], full.contiguous().view(tokens, -1), axis.group)
+    part = full.new_empty(1, tokens // tp_group.size, full.shape[-1])
+    reduce_scatter(part[0], full.contiguous().view(tokens, -1), tp_group.process_group)
     return part
 
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, axis: TensorAxis) -> Tensor:
-        ctx.axis = axis
-        return all_gather_plain(part, axis)
+    def forward(ctx: Any, part: Tensor, tp_group: TPGroup) -> Tensor:
+        ctx.tp_group = tp_group
+        return all_gather_plain(part, tp_group)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
-        return reduce_scatter_plain(grad_output, ctx.axis), None
+        return reduce_scatter_plain(grad_output, ctx.tp_group), None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, full: Tensor, axis: TensorAxis) -> Tensor:
-        ctx.axis, ctx.shape = axis, full.shape
-        return reduce_scatter_plain(full, axis)
+    def forward(ctx: Any, full: Tensor, tp_group: TPGroup) -> Tensor:
+        ctx.tp_group, ctx.shape = tp_group, full.shape
+        return reduce_scatter_plain(full, tp_group)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
-        return all_gather_plain(grad_output, ctx.axis).view(ctx.shape), None
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Returns this rank's part of a DTensor, whose gradient goes on to the DTensor; a plain tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return all_gather_plain(grad_output, ctx.tp_group).view(ctx.shape), None
 
 
 class ShardedLinear(nn.Linear):
@@ -112,7 +112,7 @@ class ShardedLinear(nn.Linear):
     (`_AllGather.backward`).
     """
 
-    axis: TensorAxis
+    tp_group: TPGroup
     rows: tuple[slice, ...] = ()
     columns: slice | None = None
     is_row_parallel: bool = False  # the results of ranks are partial sums, which are reduce-scattered over tokens
@@ -123,7 +123,7 @@ class ShardedLinear(nn.Linear):
         if self.columns is not None:
             weight = weight[:, self.columns]
         if self.is_row_parallel:
-            output = self.axis.reduce_scatter(F.linear(input, weight))
+            output = self.tp_group.reduce_scatter(F.linear(input, weight))
             return output if bias is None else output + bias
         return F.linear(input, pick(weight, self.rows), None if bias is None else pick(bias, self.rows))
 
@@ -139,7 +139,7 @@ class ShardedEmbedding(nn.Embedding):
     """A vocabulary-parallel embedding: a rank has the rows of its share of the vocabulary. Its forward takes ids [B, L]
     and returns this rank's share of the flat tokens, [1, B * L / size, hidden]."""
 
-    axis: TensorAxis
+    tp_group: TPGroup
     first: int  # the first token id of its rows
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -150,29 +150,29 @@ class ShardedEmbedding(nn.Embedding):
         if padding is not None:  # the row of padding_idx gets no gradient, on the rank that has it
             padding = padding - self.first if 0 <= padding - self.first < len(weight) else None
         embedded = F.embedding(local_ids.masked_fill(outside, 0), weight, padding_idx=padding)
-        return self.axis.reduce_scatter(embedded.masked_fill(outside[..., None], 0.0))
+        return self.tp_group.reduce_scatter(embedded.masked_fill(outside[..., None], 0.0))
 
 
-def make_row_parallel(module: nn.Module, axis: TensorAxis, columns: slice | None = None) -> None:
+def make_row_parallel(module: nn.Module, tp_group: TPGroup, columns: slice | None = None) -> None:
     """Makes a linear row-parallel: a rank takes its share of the input features, and the results are partial sums. Its
     `columns` where each rank keeps the whole matrix."""
     if columns is None:
-        shard_parameter(module, "weight", 1, axis)
-    _become(module, ShardedLinear, axis=axis, is_row_parallel=True, columns=columns)
+        shard_parameter(module, "weight", 1, tp_group)
+    _become(module, ShardedLinear, tp_group=tp_group, is_row_parallel=True, columns=columns)
 
 
-def make_column_parallel(module: nn.Module, axis: TensorAxis, rows: Sequence[slice] = ()) -> None:
+def make_column_parallel(module: nn.Module, tp_group: TPGroup, rows: Sequence[slice] = ()) -> None:
     """Makes a linear column-parallel: a rank computes its share of the output features. Its `rows` where each rank
     keeps the whole matrix."""
     for name in () if rows else ("weight", "bias"):
         if getattr(module, name) is not None:
-            shard_parameter(module, name, 0, axis)
-    _become(module, ShardedLinear, axis=axis, rows=tuple(rows))
+            shard_parameter(module, name, 0, tp_group)
+    _become(module, ShardedLinear, tp_group=tp_group, rows=tuple(rows))
 
 
-def make_vocabulary_parallel(module: nn.Embedding, axis: TensorAxis) -> None:
-    shard_parameter(module, "weight", 0, axis)
-    _become(module, ShardedEmbedding, axis=axis, first=axis.share(module.num_embeddings).start)
+def make_vocabulary_parallel(module: nn.Embedding, tp_group: TPGroup) -> None:
+    shard_parameter(module, "weight", 0, tp_group)
+    _become(module, ShardedEmbedding, tp_group=tp_group, first=tp_group.share(module.num_embeddings).start)
 
 
 def _become(module: Any, kind: type[nn.Module], **attributes: Any) -> None:
@@ -181,13 +181,13 @@ def _become(module: Any, kind: type[nn.Module], **attributes: Any) -> None:
         setattr(module, name, value)
 
 
-def shard_parameter(module: nn.Module, name: str, dim: int, axis: TensorAxis) -> None:
+def shard_parameter(module: nn.Module, name: str, dim: int, tp_group: TPGroup) -> None:
     """Replaces a parameter on the meta device by this rank's share of it along `dim`."""
     full = getattr(module, name)
-    share = axis.share(full.shape[dim])
+    share = tp_group.share(full.shape[dim])
     local = nn.Parameter(full.narrow(dim, share.start, share.stop - share.start).contiguous(), full.requires_grad)
     setattr(local, TP_SHARDED, (dim, full.shape))
-    setattr(local, GLOBAL_NUMEL, full.numel())
+    setattr(local, FULL_NUMEL, full.numel())
     setattr(module, name, local)
 
 
@@ -204,21 +204,21 @@ def hold_local_weights(block: nn.Module) -> None:
     block.register_forward_pre_hook(torch.compiler.disable(before))  # else the hook is compiled as a graph of its own
 
 
-def gather_inputs(attention: nn.Module, mlp: nn.Module, axis: TensorAxis) -> None:
+def gather_inputs(attention: nn.Module, mlp: nn.Module, tp_group: TPGroup) -> None:
     """Registers hooks that all-gather the tokens before a block's attention and before its MLP."""
 
     def before_attention(module: nn.Module, inputs: Any, named: dict[str, Any]) -> Any:
         rows, length = named["position_embeddings"][0].shape[:2]
-        full = axis.all_gather(named["hidden_states"]).view(rows, length, -1)
+        full = tp_group.all_gather(named["hidden_states"]).view(rows, length, -1)
         return inputs, named | {"hidden_states": full}
 
     attention.register_forward_pre_hook(before_attention, with_kwargs=True)
-    mlp.register_forward_pre_hook(lambda module, inputs: axis.all_gather(inputs[0]))
+    mlp.register_forward_pre_hook(lambda module, inputs: tp_group.all_gather(inputs[0]))
 
 
 def place_on_mesh(model: nn.Module, mesh: DeviceMesh) -> None:
     """Makes DTensors, with their whole shapes, of the parameters of `model` that are sharded along tp, on `mesh`'s axis
-    tp. A tied parameter stays one. Sets the group of every TensorAxis."""
+    tp. A tied parameter stays one. Sets the process group of every TPGroup."""
     along = mesh[TP]
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
@@ -234,8 +234,8 @@ def place_on_mesh(model: nn.Module, mesh: DeviceMesh) -> None:
                 replaced[parameter] = nn.Parameter(placed, parameter.requires_grad)
             setattr(module, name, replaced[parameter])
     for module in model.modules():
-        if isinstance(axis := getattr(module, "axis", None), TensorAxis):
-            axis.group = along.get_group()
+        if isinstance(tp_group := getattr(module, "tp_group", None), TPGroup):
+            tp_group.process_group = along.get_group()
 
 
 def is_tp_sharded(parameter: nn.Parameter) -> bool:

@@ -17,13 +17,14 @@ from shardbook.arithmetic import ceil_div, round_up
 from shardbook.recipe import Parallel, RecipeError
 
 # Attributes that are set on modules and parameters:
-FORWARD_ONLY = "forward_only"  # on a module that no backward reaches: FREED after its forward, HELD until a pass ends
-FREED, HELD = "freed", "held"
-GLOBAL_NUMEL = "stands_for"  # on a packed or tensor-parallel parameter: its number of elements in the whole model
+# on a module that no backward reaches: it is RESHARDED after its forward, or GATHERED until the pass ends
+FORWARD_ONLY = "forward_only"
+RESHARDED, GATHERED = "resharded", "gathered"
+FULL_NUMEL = "full_numel"  # on a packed or tensor-parallel parameter: its number of elements in the whole model
 # on one pipeline stage of a model: the shape of every parameter of the whole model, by name
-GLOBAL_SHAPES = "whole_shapes"
+FULL_SHAPES = "full_shapes"
 STACKED = "stacked"  # on a module: the shapes of parameters that are stacks of matrices, by name (model/experts.py)
-TP_SHARDED = "cut"  # on a parameter that is sharded along tp: the dim, and its whole shape
+TP_SHARDED = "tp_sharded"  # on a parameter that is sharded along tp: the dim, and its whole shape
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity: plans look a unit up thousands of times
@@ -34,10 +35,10 @@ class Unit:
     shapes: tuple[torch.Size, ...]  # of its own parameters (those in no unit inside it), a tied one once
     trained: tuple[bool, ...]  # of each of these parameters: it gets a gradient
     itemsizes: tuple[int, ...]  # of each: bytes of an element at rest
-    hidden: tuple[bool, ...]  # of each: it is one matrix inside a block
-    cut: tuple[bool, ...]  # of each: it is sharded along tp, not the same on every tensor-parallel rank
+    is_block_matrix: tuple[bool, ...]  # of each: it is one matrix inside a block
+    tp_sharded: tuple[bool, ...]  # of each: it is sharded along tp, not the same on every tensor-parallel rank
     parameters: int  # as the whole model counts them: more than numel where they are packed or sharded along tp
-    frees: bool  # freed after each backward; False: kept gathered until the step's last backward
+    reshard_after_backward: bool  # freed after each backward; False: kept gathered until the step's last backward
     reshard_after_forward: bool  # freed after forward too; False for the last unit, whose backward comes next
     read_in_backward: bool  # gathered for backward; False for an embedding, whose gradient needs no weight
     in_block: bool  # it is a block, or inside one
@@ -67,7 +68,8 @@ class Unit:
     @property
     def trained_matrices(self) -> list[torch.Size]:
         """The shapes of the trained matrices inside a block."""
-        return [shape for shape, *both in zip(self.shapes, self.trained, self.hidden, strict=True) if all(both)]
+        each = zip(self.shapes, self.trained, self.is_block_matrix, strict=True)
+        return [shape for shape, trained, is_matrix in each if trained and is_matrix]
 
     def padded_numel(self, shards: int, trained_only: bool = False) -> int:
         """Returns the elements of all `shards` shards together, each tensor's shards padded to its longest."""
@@ -78,8 +80,9 @@ class Unit:
 
     def replicated_numel(self, shards: int) -> int:
         """Returns the elements of one shard, padded, of trained parameters that are the same along tp."""
-        each = zip(self.shapes, self.trained, self.cut, strict=True)
-        return sum(ceil_div(shape[0], shards) * prod(shape[1:]) for shape, trained, cut in each if trained and not cut)
+        each = zip(self.shapes, self.trained, self.tp_sharded, strict=True)
+        replicated = (shape for shape, trained, is_sharded in each if trained and not is_sharded)
+        return sum(ceil_div(shape[0], shards) * prod(shape[1:]) for shape in replicated)
 
     def rest_bytes(self, shards: int, master: int) -> int:
         """Returns the bytes of one shard at rest, padded: `master` bytes a trained element, a frozen one's own."""
@@ -95,10 +98,10 @@ class Unit:
         """Returns whether backward gathers the parameters again that forward had gathered."""
         return self.reshard_after_forward and self.read_in_backward
 
-    def frees_after_backward(self, is_last: bool) -> bool:
+    def reshards_after_backward(self, is_last: bool) -> bool:
         """Returns whether parameters are freed after a backward; after a step's last one (`is_last`) always: the
         optimizer makes gathered parameters stale."""
-        return self.frees or is_last
+        return self.reshard_after_backward or is_last
 
     @property
     def handle(self) -> FSDPModule:
@@ -127,48 +130,54 @@ def shard_rows(rows: int, ranks: int, rank: int) -> int:
 
 
 def choose_units(
-    model: nn.Module, parts: Sequence[Sequence[nn.Module]], blocks: Sequence[nn.Module], frees: bool, parallel: Parallel
+    model: nn.Module,
+    parts: Sequence[Sequence[nn.Module]],
+    blocks: Sequence[nn.Module],
+    reshard_after_forward: bool,
+    parallel: Parallel,
 ) -> tuple[Unit, ...]:
     """Returns the units of `model` in forward order, outer before inner, but the root (with all other parameters) last.
 
-    `frees`: whether the stage frees parameters after forward. `parts`: the groups of modules that are units, in forward
-    order; `blocks`: the blocks among them. Raises RecipeError where a knob would change nothing.
+    `reshard_after_forward`: the stage's. `parts`: the groups of modules that are units, in forward order; `blocks`: the
+    blocks among them. Raises RecipeError where a knob would change nothing.
     """
     in_blocks = {module for block in blocks for module in block.modules()}
-    hidden = matrices_of(blocks)
+    matrices = matrices_of(blocks)
     outer = [part for part in parts if part[0] not in in_blocks and not hasattr(part[0], FORWARD_ONLY)]
     units, taken = [], set[nn.Parameter]()
     for modules in [*parts[::-1], [model]]:  # inner before outer: an inner unit's parameters are its own
         parameters = [p for p in _parameters(modules) if p not in taken]
         taken |= set(parameters)
         fate = getattr(modules[0], FORWARD_ONLY, "")
-        is_freed = frees and sum(p.numel() for p in parameters) >= parallel.reshard_min_params
+        is_resharded = reshard_after_forward and sum(p.numel() for p in parameters) >= parallel.reshard_min_params
         is_lookup = all(isinstance(module, nn.Embedding) for module in modules)
-        # embedding and head in one unit, around all blocks; not the only end that a pipeline stage has
+        # Embedding and head in one unit are around all blocks. The one end that a pipeline stage may have is not.
         is_around = outer == [modules] and not is_lookup and modules != parts[-1]
-        spans = modules == [model] or is_around or fate == HELD
+        spans = modules == [model] or is_around or fate == GATHERED
         units.append(
             Unit(
                 modules=tuple(modules),
                 shapes=tuple(p.shape for p in parameters),
                 trained=tuple(p.requires_grad for p in parameters),
                 itemsizes=tuple(p.element_size() for p in parameters),
-                hidden=tuple(p in hidden for p in parameters),
-                cut=tuple(hasattr(p, TP_SHARDED) for p in parameters),
+                is_block_matrix=tuple(p in matrices for p in parameters),
+                tp_sharded=tuple(hasattr(p, TP_SHARDED) for p in parameters),
                 parameters=count_parameters(parameters),
-                frees=is_freed,
-                reshard_after_forward=is_freed and not spans and not (modules in outer[-1:] and modules == parts[-1]),
+                reshard_after_backward=is_resharded,
+                reshard_after_forward=is_resharded
+                and not spans
+                and not (modules in outer[-1:] and modules == parts[-1]),
                 read_in_backward=not (fate or is_lookup),
                 in_block=modules[0] in in_blocks,
                 spans=spans,
                 forward_only=bool(fate),
             )
         )
-    _check_units(units, blocks, frees, parallel)
+    _check_units(units, blocks, reshard_after_forward, parallel)
     return (*units[-2::-1], units[-1])
 
 
-def _check_units(units: list[Unit], blocks: Sequence[nn.Module], frees: bool, parallel: Parallel) -> None:
+def _check_units(units: list[Unit], blocks: Sequence[nn.Module], reshards: bool, parallel: Parallel) -> None:
     """Raises RecipeError where a knob would change nothing for these units. With a pipeline only blocks count, which
     are the same on all ranks: else one rank would refuse alone, and the others would wait for it."""
     is_alone = parallel.pp_size == 1
@@ -178,7 +187,7 @@ def _check_units(units: list[Unit], blocks: Sequence[nn.Module], frees: bool, pa
             f"one unit of {checked[0].numel:,} parameters has all, so there is no next one to gather ahead; leave "
             "parallel.forward_prefetch and parallel.backward_prefetch out"
         )
-    if frees and not any(unit.frees for unit in checked):
+    if reshards and not any(unit.reshard_after_backward for unit in checked):
         largest = max(unit.numel for unit in checked)
         raise RecipeError(
             f"parallel.reshard_min_params = {parallel.reshard_min_params}: nothing would be freed (the largest of "
@@ -200,8 +209,9 @@ def _parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
 
 
 def count_parameters(parameters: Iterable[nn.Parameter]) -> int:
-    """Returns how many elements of the whole model `parameters` stand for: more than they hold where packed or cut."""
-    return sum(getattr(parameter, GLOBAL_NUMEL, parameter.numel()) for parameter in parameters)
+    """Returns how many elements of the whole model `parameters` stand for: more than they hold where they are
+    packed or sharded along tp."""
+    return sum(getattr(parameter, FULL_NUMEL, parameter.numel()) for parameter in parameters)
 
 
 def backward_order(units: Sequence[Unit]) -> list[Unit]:

@@ -14,7 +14,7 @@ from shardbook.recipe import TIERS, conflicts, with_settings
 
 AGAIN = {"none": 0.0, "selective": 0.05, "full": 0.25}  # greatest share of a step's time that recompute takes
 GAIN = 0.9  # other tp, cp or pp must get below this share of a step's time: the estimate is no better
-# of which weights only few are trained
+# settings with which few of the weights are trained
 ADAPTERS: dict[str, dict[str, Any]] = {"LoRA": {"lora.r": 16}, "QLoRA": {"lora.r": 16, "model.load_in_4bit": True}}
 
 
@@ -49,7 +49,7 @@ def advise(planner: Planner, cluster: Cluster) -> Advice:
         best = _fastest([best, *filter(None, map(planner.interleaved, able))])
     refused = []
     if best:  # stages are judged by candidates with the best one's tp, cp and pp sizes
-        everything = [found for found in everything if found.layout.shared == best.layout.shared]
+        everything = [each for each in everything if each.layout.shared == best.layout.shared]
     for name in dict.fromkeys(candidate.layout.stage.name for candidate in everything):
         of_stage = [candidate for candidate in everything if candidate.layout.stage.name == name]
         if not any(candidate.fits for candidate in of_stage):

@@ -17,7 +17,7 @@ from shardbook.memory.host_state import offloaded_bytes
 from shardbook.model.attention import kernel_on_gpu
 from shardbook.model.causal_lm import CausalLM, Flops, count_flops
 from shardbook.model.context import check_heads
-from shardbook.model.laid_out import World, build_adapted, layout_of
+from shardbook.model.placement import World, build_adapted, layout_of
 from shardbook.model.selfcheck import check_family
 from shardbook.model.shapes import shape_config
 from shardbook.model.weights import student_parameters
@@ -46,7 +46,7 @@ WORLDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 @dataclass(frozen=True)
 class Candidate:
-    """A recipe laid out on a cluster, with its peak and the time of its step."""
+    """A recipe settings out on a cluster, with its peak and the time of its step."""
 
     recipe: Recipe
     layout: Layout
@@ -147,10 +147,10 @@ class Planner:
     model: CausalLM
     document_tokens: float = DOCUMENT_TOKENS
     teacher: PreTrainedConfig | None = None
-    made: dict[tuple[str, str, int, int, int], Layout] = field(default_factory=dict)
+    layouts: dict[tuple[str, str, int, int, int], Layout] = field(default_factory=dict)
     units: dict[Any, tuple[Unit, ...]] = field(default_factory=dict)  # of layouts of the same part, chosen once
     # a rank's part of the model, by tp size, pipeline settings and pipeline stage
-    cut: dict[tuple[Any, ...], CausalLM] = field(default_factory=dict)
+    part_models: dict[tuple[Any, ...], CausalLM] = field(default_factory=dict)
 
     @cached_property
     def parameters(self) -> int:
@@ -165,20 +165,22 @@ class Planner:
         key = (parallel.tp_size, *pipeline_settings(parallel).values(), stage)
         if parallel.pp_size == 1 and parallel.tp_size == self.recipe.parallel.tp_size:
             return self.model
-        if key not in self.cut:
-            laid = self.recipe.parallel.model_copy(update={"tp_size": parallel.tp_size, **pipeline_settings(parallel)})
-            recipe, inside = self.recipe.model_copy(update={"parallel": laid}), laid.row_ranks
+        if key not in self.part_models:
+            settings = self.recipe.parallel.model_copy(
+                update={"tp_size": parallel.tp_size, **pipeline_settings(parallel)}
+            )
+            recipe, inside = self.recipe.model_copy(update={"parallel": settings}), settings.row_ranks
             demands = check_family(self.config).demands
             kernel = kernel_on_gpu(recipe.model.attention, demands)
-            place = kernel, self.teacher, stage * inside, laid.pp_size * inside
-            self.cut[key] = build_adapted(recipe, self.config, *place)
-        return self.cut[key]
+            place = kernel, self.teacher, stage * inside, settings.pp_size * inside
+            self.part_models[key] = build_adapted(recipe, self.config, *place)
+        return self.part_models[key]
 
     def layout_of(self, recipe: Recipe, cluster: Cluster, stage: int) -> Layout:
         key = (recipe.parallel.model_dump_json(), recipe.offload.model_dump_json(), cluster.gpus, cluster.a_node, stage)
-        if key not in self.made:
-            self.made[key] = layout_of(recipe, self.model_of(recipe.parallel, stage), World(*key[2:4]), self.units)
-        return self.made[key]
+        if key not in self.layouts:
+            self.layouts[key] = layout_of(recipe, self.model_of(recipe.parallel, stage), World(*key[2:4]), self.units)
+        return self.layouts[key]
 
     def lay_out(self, recipe: Recipe, cluster: Cluster) -> Candidate:
         """Returns the candidate of `recipe`: of a pipeline the fullest stage, and the slowest one's time, among both

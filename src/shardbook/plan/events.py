@@ -113,7 +113,7 @@ def muon_exchanges(layout: Layout) -> Collectives:
 def tied_numel(layout: Layout, rank: int) -> int:
     """Returns the elements on the global `rank` of a weight tied over both ends of a pipeline: its unit's matrix."""
     end = layout.chunks[0 if layout.pipeline.has_first_pp_stage else -1]
-    shape = max((shape for unit in end.units if not any(unit.hidden) for shape in unit.shapes), key=len)
+    shape = max((shape for unit in end.units if not any(unit.is_block_matrix) for shape in unit.shapes), key=len)
     return shard_rows(shape[0], layout.shards, rank_along(layout.sizes, DP_SHARD, rank)) * prod(shape[1:])
 
 
@@ -128,7 +128,7 @@ class _Chunk:
         self.is_first, self.is_last = pipeline.is_first(number), pipeline.is_last(number)
         self.passes: dict[tuple[object, ...], tuple[list[Event], frozenset[Unit]]] = {}
         numbers = list(pipeline.own_layers(number, layers))
-        units = [unit for unit in chunk_layout.units if any(unit.hidden) and not unit.forward_only]
+        units = [unit for unit in chunk_layout.units if any(unit.is_block_matrix) and not unit.forward_only]
         self.first_block = units[0] if units else None
         self.of_blocks = {*units, *(unit for unit in chunk_layout.units if unit.in_block and not unit.forward_only)}
         self.number_of = dict(zip(units, numbers, strict=False))  # of a unit that is a block, in the whole model
@@ -203,7 +203,7 @@ class _Chunk:
             if not unit.numel:
                 return
             yield Event("compute", unit, () if unit.spans else self._exchanges(unit, inside, False))
-            if not layout.is_replicated and unit.frees_after_backward(is_last):
+            if not layout.is_replicated and unit.reshards_after_backward(is_last):
                 yield from self._free(unit, now)
             if layout.is_replicated or not layout.stage.syncs(is_last):
                 yield Event("accumulate", unit)
@@ -241,7 +241,7 @@ class _Chunk:
         for unit in sorted(late, key=order.index):  # at the end of backward, as fully_shard does
             yield from leave(unit)
         for unit in layout.units if layout.is_replicated else [unit for unit in layout.units if unit.forward_only]:
-            if unit.frees_after_backward(is_last) and (is_last or not layout.is_replicated):
+            if unit.reshards_after_backward(is_last) and (is_last or not layout.is_replicated):
                 yield from self._free(unit, now)
         if is_last and layout.tp_size > 1:
             flat = layout.replicated_numel * layout.dtype("master").itemsize

@@ -63,7 +63,7 @@ def predict_resident(layout: Layout, rank: int, optimizer_name: str = "adamw") -
     for unit in layout.units:
         params += unit.rest_bytes(shards, master)
         grads += unit.padded_numel(shards, trained_only=True) // shards * master
-        for shape, is_matrix in compress(zip(unit.shapes, unit.hidden, strict=True), unit.trained):
+        for shape, is_matrix in compress(zip(unit.shapes, unit.is_block_matrix, strict=True), unit.trained):
             numel = shard_rows(shape[0], shards, shard) * prod(shape[1:])
             optimizer += OPTIMIZERS[optimizer_name].state_bytes(numel, master, is_matrix)
     return Resident(params, grads, optimizer)

@@ -22,11 +22,11 @@ from shardbook.memory.activation import apply_checkpointing
 from shardbook.model.attention import Kernel, kernel_of, kernel_on_gpu
 from shardbook.model.causal_lm import build_model, materialize
 from shardbook.model.comparisons import raise_if_ours
-from shardbook.model.laid_out import build_adapted
+from shardbook.model.placement import build_adapted
 from shardbook.model.selfcheck import check_family, remember
 from shardbook.model.shrink import keep_layers
-from shardbook.parallel.context import ContextAxis
-from shardbook.parallel.tensor import TensorAxis
+from shardbook.parallel.context import CPGroup
+from shardbook.parallel.tensor import TPGroup
 from shardbook.plan.memory_trace import MemoryTrace, full_rows, meta_tensors
 from shardbook.recipe import Activation, Distill, Offload, Parallel, Precision, Recipe, RecipeError, Train, first_line
 
@@ -196,10 +196,10 @@ def measure(recipe: Recipe, config: PreTrainedConfig) -> Measured:
 def lend_groups(model: nn.Module) -> None:
     """Lets the ranks along tp and cp exchange nothing, in groups of the right size that no other process is in."""
     for module in model.modules():
-        for axis in (getattr(module, "axis", None), getattr(module, "context", None)):
-            if isinstance(axis, TensorAxis | ContextAxis) and axis.group is None:
-                rank = axis.tp_rank if isinstance(axis, TensorAxis) else axis.cp_rank
-                axis.group = fake_group(rank, axis.size)
+        for group in (getattr(module, "tp_group", None), getattr(module, "cp_group", None)):
+            if isinstance(group, TPGroup | CPGroup) and group.process_group is None:
+                rank = group.tp_rank if isinstance(group, TPGroup) else group.cp_rank
+                group.process_group = fake_group(rank, group.size)
 
 
 def run(recipe: Recipe, kinds: Kinds, kernel: Kernel, lengths: Sequence[int]) -> list[MemoryTrace]:

@@ -87,9 +87,9 @@ class ShardedBytes:
                 if is_alone:  # copied once more, when its gradients in the dtype of compute are freed
                     reduce_input, computed, self.sums, added_up = 2 * reduce_input, 0, self.sums - added_up, 0
                 if unit in named:
-                    # The output is allocated when the unit's gradients are freed: before torch 2.15 all but the last
-                    # one, which a variable of torch's loop holds, and along tp none.
-                    last_shape = next(compress(reversed(unit.shapes), reversed(unit.trained)), (0,))
+                    # The output is allocated after the unit's gradients are freed. Before torch 2.15 the last one is
+                    # not freed by then (a variable of torch's loop holds it), and along tp none is.
+                    last_shape: Sequence[int] = [(0,), *compress(unit.shapes, unit.trained)][-1]
                     kept = prod(last_shape) * self.compute * self.every if self.layout.tp_size == 1 else computed
                     freed = computed - kept * (not self.frees_early)
                     yield "reduction", unit, now(computed, max(0, shard * self.reduce - freed))

@@ -29,7 +29,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: dict[int, Any] = {}  # storages_in's references
+        self.storages: dict[int, Any] = {}  # storages_in's references
         self.known: set[int] = set()  # storages that do not count
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -40,11 +40,11 @@ class LiveBytes(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if dtype:
             result = torch.empty_like(result, dtype=dtype)
-        before = len(self.made)
+        before = len(self.storages)
         for key, reference in storages_in(result):
             if key not in self.known:
-                self.made.setdefault(key, reference)
-        self.ran(function, args, kwargs or {}, result, is_larger=len(self.made) > before)
+                self.storages.setdefault(key, reference)
+        self.ran(function, args, kwargs or {}, result, is_larger=len(self.storages) > before)
         return result
 
     def ran(self, function: Any, args: Any, kwargs: Any, result: Any, is_larger: bool) -> None:
@@ -54,9 +54,9 @@ class LiveBytes(TorchDispatchMode):
     def sizes(self) -> dict[int, int]:
         """Returns the bytes of each storage that is there now."""
         sizes = {}
-        for key, reference in list(self.made.items()):
+        for key, reference in list(self.storages.items()):
             if (size := bytes_there(reference)) is None:
-                del self.made[key]
+                del self.storages[key]
             else:
                 sizes[key] = size
         return sizes
@@ -126,12 +126,12 @@ class MemoryTrace(LiveBytes):
         given = first_tensor([*args, *named.values()])
         if not given.requires_grad:  # of a frozen embedding: other blocks are asked for the gradient of their input
             nothing = torch.zeros((), dtype=given.dtype, device=given.device, requires_grad=True)
-            self.made.popitem()
+            self.storages.popitem()
             given.add_(nothing)
         self.streams[number] = (size_of(given), 0)
         self.inputs[number] = next(storages_in(given))[1]
         self.around[number] = (self.count(), 0)
-        self.first = self.first or self.made.keys() - {key for key, _ in storages_in(given)}
+        self.first = self.first or self.storages.keys() - {key for key, _ in storages_in(given)}
         self.place = ("forward", number)
         given.register_hook(lambda gradient: self.end(number))
 

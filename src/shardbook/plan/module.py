@@ -165,12 +165,12 @@ class Categories(PeakTracker):
 
     def begin(self, micro: int, phase: str, place: int | str = "before") -> None:
         super().begin(micro, phase, place)
-        self.before.setdefault(self.moment, {**self.made})
+        self.before.setdefault(self.moment, {**self.storages})
 
     def put(self, category: str, *values: Any) -> None:
         """Puts the storages of tensors in `values` into a category, but for those that are in one."""
         for key, reference in storages_in(values):
-            self.made.setdefault(key, reference)
+            self.storages.setdefault(key, reference)
             if key not in self.category:
                 self.category[key] = category
                 self.references.append(reference)
@@ -179,7 +179,7 @@ class Categories(PeakTracker):
         """Puts all storages of now that are in no category into one."""
         for key in self.sizes().keys() - self.category.keys():
             self.category[key] = category
-            self.references.append(self.made[key])
+            self.references.append(self.storages[key])
 
     def ran(self, function: Any, args: Any, kwargs: Any, result: Any, is_larger: bool) -> None:
         name = function.overloadpacket.__name__
@@ -198,7 +198,7 @@ class Categories(PeakTracker):
     def note(self) -> None:
         sizes = self.sizes()
         if self.bound > self.most.get(self.moment, -1):
-            self.most[self.moment], self.fullest[self.moment] = self.bound, (sizes, [*self.made.values()])
+            self.most[self.moment], self.fullest[self.moment] = self.bound, (sizes, [*self.storages.values()])
 
     def end_backward(self) -> None:
         """Sorts the bytes of a micro-batch's moments. What it leaves is gradients."""

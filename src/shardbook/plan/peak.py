@@ -59,10 +59,10 @@ def _moments(layout: Layout, chunk: int, units: Sequence[Unit], work: Activation
     back = [unit for unit in backward_order(order) if not unit.spans]
     by_head = [unit for unit in back[:1] if any(shape[0] in (vocabulary, 1) for shape in unit.shapes)]
     blocks = [unit for unit in back if unit not in by_head and unit.read_in_backward]
-    # waits for the embedding's
+    # the head's gradient, which waits for the embedding's
     tied = 0 if by_head or not pipeline.is_last(chunk) else work.head_gradient
-    # along pp: the buffer of the next receive; in backward of a block that is not the chunk's last also the gradient
-    # that was received, which the last block's backward consumes
+    # Along pp a buffer waits for the next receive. The gradient that was received before is there too, but for the
+    # backward of the chunk's last block, which consumes it.
     ahead = work.stream * (pipeline.ranks > 1 and not (pipeline.is_last(chunk) and pipeline.schedule == "gpipe"))
     recv = ahead + work.stream * (pipeline.ranks > 1 and not pipeline.is_last(chunk))
     moments: Moments = {("end of backward", None): ("end, sums", recv, 0)} if layout.is_replicated else {}

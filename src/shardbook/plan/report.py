@@ -8,7 +8,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from shardbook.model.laid_out import World, lay_out
+from shardbook.model.placement import World, place_model
 from shardbook.plan.advice import ADAPTERS, Advice, advise, fit_adapters
 from shardbook.plan.cluster import DISK, DOCUMENT_TOKENS, SIZE_KEYS, Candidate, Planner, build_planner
 from shardbook.plan.events import step_bytes
@@ -62,7 +62,7 @@ def make_report(
         from shardbook.plan.simulate import simulate_step  # makes a process group, and loads torch's fake tensors
 
         world = World(cluster.gpus, cluster.a_node)
-        simulated = simulate_step(lay_out(planner.recipe, world, planner.config, planner.teacher), terms)
+        simulated = simulate_step(place_model(planner.recipe, world, planner.config, planner.teacher), terms)
     advice = advise(planner, cluster)
     is_whole = recipe.lora.r == 0 and recipe.offload.optimizer == "none"
     needs_tier = advice.best is None or advice.best.recipe.offload.optimizer != "none"
@@ -113,8 +113,8 @@ def as_json(report: Report) -> dict[str, Any]:
         "advice": {
             "fits": best is not None,
             "why": report.advice.why,
-            "refused": {found.layout.stage.name: why for found, why in report.advice.refused},
-            "adapters": {name: _row(found) if found else None for name, found in report.adapted.items()},
+            "refused": {refused.layout.stage.name: why for refused, why in report.advice.refused},
+            "adapters": {name: _row(adapted) if adapted else None for name, adapted in report.adapted.items()},
             **({"take": _row(best), "recipe": settings(best)} if best else {}),
         },
     }
@@ -289,11 +289,11 @@ def describe_path(report: Report) -> list[str]:
 def describe_adapters(report: Report) -> list[str]:
     """Returns a line on LoRA and QLoRA, where all of the model fits only with a tier, or not at all; else nothing."""
     lines = []
-    for name, found in report.adapted.items():
+    for name, best in report.adapted.items():
         keys = " ".join(f"{key}={str(value).lower()}" for key, value in ADAPTERS[name].items())
-        shown = {key: fact.text for key, fact in facts(found).items()} if found else {}
-        takes = f"{shown['peak_bytes']} GB, {shown['step_seconds']} s a step" if found else "does not fit either"
-        how = f", {found.layout.stage.name}, checkpointing {found.recipe.activation.checkpointing}" if found else ""
+        shown = {key: fact.text for key, fact in facts(best).items()} if best else {}
+        takes = f"{shown['peak_bytes']} GB, {shown['step_seconds']} s a step" if best else "does not fit either"
+        how = f", {best.layout.stage.name}, checkpointing {best.recipe.activation.checkpointing}" if best else ""
         lines.append(f"{name} ({keys}{how}): {takes}")
     return [f"adapters {'; '.join(lines)}"] if lines else []
 

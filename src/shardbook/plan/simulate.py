@@ -21,7 +21,7 @@ from shardbook.data.loader import MicroBatch, count_totals
 from shardbook.data.tokenized import Totals
 from shardbook.memory.activation import apply_checkpointing
 from shardbook.model.causal_lm import CausalLM, materialize
-from shardbook.model.laid_out import LaidOut
+from shardbook.model.placement import PlacedModel
 from shardbook.optim.table import OPTIMIZERS
 from shardbook.parallel.mesh import build_mesh
 from shardbook.parallel.pass_monitor import tensors_in
@@ -60,9 +60,9 @@ class PeakTracker(LiveBytes):
     def ran(self, function: Any, args: Any, kwargs: Any, result: Any, is_larger: bool) -> None:
         """Counts where there can be more than before, since a count asks each storage. What was resized is filled by a
         copy."""
-        fresh = islice(reversed(self.made.values()), len(self.made) - self.known_count)
+        fresh = islice(reversed(self.storages.values()), len(self.storages) - self.known_count)
         self.bound += sum(bytes_there(reference) or 0 for reference in fresh)
-        self.known_count = len(self.made)
+        self.known_count = len(self.storages)
         if self.bound > self.most.get(self.moment, -1) or "copy" in function.overloadpacket.__name__:
             self.note()
 
@@ -114,20 +114,20 @@ def first_trained(values: Any) -> Tensor | None:
     return next((tensor for tensor in tensors_in(values) if tensor.requires_grad), None)
 
 
-def simulate_step(laid: LaidOut, terms: LossTerms) -> Simulated:
-    """Runs a step of `laid`, whose model is used up, after a shorter one, and returns its bytes: rows are full, every
+def simulate_step(placed: PlacedModel, terms: LossTerms) -> Simulated:
+    """Runs a step of `placed`, whose model is used up, after a shorter one, and returns its bytes: rows are full, every
     token but the first is trained, and a teacher runs with all its layers. Raises RecipeError for pp and offload."""
-    if laid.recipe.parallel.pp_size > 1:
-        asked = f"--simulate: parallel.pp_size = {laid.recipe.parallel.pp_size}"
+    if placed.recipe.parallel.pp_size > 1:
+        asked = f"--simulate: parallel.pp_size = {placed.recipe.parallel.pp_size}"
         raise RecipeError(f"{asked}: no pipeline is simulated; leave --simulate out, or set parallel.pp_size=1")
-    if laid.recipe.offload.optimizer != "none":
-        asked = f"--simulate: offload.optimizer = {laid.recipe.offload.optimizer!r}"
+    if placed.recipe.offload.optimizer != "none":
+        asked = f"--simulate: offload.optimizer = {placed.recipe.offload.optimizer!r}"
         raise RecipeError(f"{asked}: a host's memory is not simulated; leave --simulate out, or set it to none")
-    times = laid.config.num_hidden_layers - LAYERS[1]
-    if times <= 0 or len({*kinds_of(laid.config)}) > 1:
-        most, kept = _simulate(laid, terms)
+    times = placed.config.num_hidden_layers - LAYERS[1]
+    if times <= 0 or len({*kinds_of(placed.config)}) > 1:
+        most, kept = _simulate(placed, terms)
     else:
-        (few, few_kept), (more, more_kept) = (_simulate(laid.with_layers(count), terms) for count in LAYERS)
+        (few, few_kept), (more, more_kept) = (_simulate(placed.with_layers(count), terms) for count in LAYERS)
         few, more = (from_ends(each, count) for each, count in zip((few, more), LAYERS, strict=True))
         # each moment grows by the same bytes with each layer; blocks between the ends have bytes between theirs
         most = {moment: size + times * (size - few.get(moment, size)) for moment, size in more.items()}
@@ -164,11 +164,11 @@ def run_steps(
         del loss, batch
 
 
-def _simulate(laid: LaidOut, terms: LossTerms) -> tuple[dict[Moment, int], int]:
+def _simulate(placed: PlacedModel, terms: LossTerms) -> tuple[dict[Moment, int], int]:
     """Returns the most bytes at each moment of a step, and the bytes kept between steps."""
-    recipe, model, layout = laid.recipe, laid.model, laid.layout
+    recipe, model, layout = placed.recipe, placed.model, placed.layout
     # this process is rank 0 of a fake group, whose collectives send nothing; there must be no group already
-    dist.init_process_group("fake", rank=0, world_size=laid.world.size, store=fake_store())
+    dist.init_process_group("fake", rank=0, world_size=placed.world.size, store=fake_store())
     try:
         apply_checkpointing(model.blocks, recipe.activation, recipe.lora.lora_dropout > 0)
         sharded = apply_stage(model, layout, build_mesh(layout.sizes, "cpu"))

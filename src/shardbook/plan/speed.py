@@ -18,7 +18,7 @@ from shardbook.axes import CP, PP_FORWARD, TP
 from shardbook.gpus import gpu_of
 from shardbook.model.causal_lm import Flops
 from shardbook.optim.muon import orthogonal_flops
-from shardbook.optim.table import OPTIMIZERS
+from shardbook.optim.table import OPTIMIZERS, Optimizer
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.schedule import bubble
 from shardbook.parallel.units import Unit
@@ -73,69 +73,77 @@ def predict_step(
     tokens = recipe.micro_tokens // layout.cp_size
     pairs = recipe.micro_tokens * min(document_tokens, recipe.data.max_length)
     tp_size = layout.tp_size
-    outputs = ceil_div(recipe.outputs(config.vocab_size), tp_size)
-    head = outputs * hidden
-    kind, numbers = recipe.activation.checkpointing, layout.blocks(config.num_hidden_layers)
-    # forward products that backward makes again: of selective none
-    again = 0.0 if kind == "selective" else len(recipe.activation.recomputed(numbers)) / len(numbers)
-    more = recipe.forwards_per_micro - 1  # passes without a backward
+    vocab_rows = ceil_div(recipe.outputs(config.vocab_size), tp_size)
+    head = vocab_rows * hidden
+    checkpointing, numbers = recipe.activation.checkpointing, layout.blocks(config.num_hidden_layers)
+    # share of forward's products that backward makes again: of selective none
+    recomputed = 0.0 if checkpointing == "selective" else len(recipe.activation.recomputed(numbers)) / len(numbers)
+    frozen_forwards = recipe.forwards_per_micro - 1  # forwards without a backward, for each micro-batch
     # multiply-adds: forward, and the gradient of what went in; of weights where they are trained
     pipeline = layout.pipeline
-    part = len(numbers) / config.num_hidden_layers  # of the model's blocks that are this rank's
-    blocks = part * (flops.block * (2 + again + more) + flops.block_trained) / tp_size
-    head, outputs = head * pipeline.has_last_pp_stage, outputs * pipeline.has_last_pp_stage
+    layer_share = len(numbers) / config.num_hidden_layers  # of the model's blocks that are this rank's
+    blocks = layer_share * (flops.block * (2 + recomputed + frozen_forwards) + flops.block_trained) / tp_size
+    head, vocab_rows = head * pipeline.has_last_pp_stage, vocab_rows * pipeline.has_last_pp_stage
     units = [unit for unit in layout.units if not unit.forward_only]
     shapes = (shape for unit in units for shape in compress(unit.shapes, unit.trained))
-    passes_of_head = 2 + recipe.recomputes_logits + more + any(shape[0] == outputs for shape in shapes)
+    passes_of_head = 2 + recipe.recomputes_logits + frozen_forwards + any(shape[0] == vocab_rows for shape in shapes)
     products = 2 * tokens * (blocks + head * passes_of_head) / (PRODUCTS * peak_flops)
     kinds, plain = kinds_of(config), without_adapters(recipe)
     measured = measure_blocks(config, plain, "none", layout.precision.params, tp_size, layout.cp_size).blocks
-    own_blocks = [measured[kinds[number]] for number in numbers]
-    queries = sum(block.attention for block in own_blocks) / layout.cp_size
-    attention = 2 * queries * pairs * (3 + again + more) / (ATTENTION * peak_flops)  # of what is not masked
+    rank_blocks = [measured[kinds[number]] for number in numbers]
+    queries = sum(block.attention for block in rank_blocks) / layout.cp_size
+    # of the scores that are not masked
+    attention = 2 * queries * pairs * (3 + recomputed + frozen_forwards) / (ATTENTION * peak_flops)
     # norms, sums, rotation, gates; the loss: fp32 logits five times
     untouched = measure_blocks(config, plain, "none", layout.precision.params).blocks
-    wide = MOVED * sum(untouched[kinds[number]].kept.token for number in numbers) / tp_size
-    passes = (PASSES + (1 if kind == "selective" else again) + more) * wide
+    moved_numel = MOVED * sum(untouched[kinds[number]].kept.token for number in numbers) / tp_size
+    passes = (PASSES + (1 if checkpointing == "selective" else recomputed) + frozen_forwards) * moved_numel
     # a base in four bits is unpacked for each of its products, by one kernel
-    unpacked = part * flops.block * (2 + again + more) * (0.5 + itemsize) * recipe.model.load_in_4bit
-    memory = (tokens * (passes + outputs * 5 * 4) + unpacked) / memory_rate
+    unpacked = layer_share * flops.block * (2 + recomputed + frozen_forwards) * (0.5 + itemsize)
+    unpacked *= recipe.model.load_in_4bit
+    memory = (tokens * (passes + vocab_rows * 5 * 4) + unpacked) / memory_rate
     # casts, copies in and out of a gather, and of a reduction, of each parameter; AdamW, norm and clipping of a shard
     moved = sum(unit.numel if layout.shards > 1 else unit.cast_numel(itemsize) for unit in layout.units)
     trained = sum(unit.padded_numel(1, trained_only=True) for unit in layout.units)
     copies = (moved * 2 * 2 * itemsize + trained * (itemsize + 2 * 4)) / memory_rate
-    shard, master = trained // layout.shards, layout.dtype("master").itemsize
     row = OPTIMIZERS[recipe.optim.name]
-    moments = 2 * row.state_bytes(shard, master)  # read and written
-    is_here = layout.offload.optimizer == "none"
-    optimizer = (shard * 10 * master + moments) / memory_rate * is_here
-    if row.whole_matrices:  # each rank makes its share of matrices orthogonal
-        matrices = [shape for unit in layout.units for shape in unit.trained_matrices]
-        optimizer += sum(map(orthogonal_flops, matrices)) / layout.shards / (PRODUCTS * peak_flops)
+    optimizer = optimizer_seconds(layout, row, trained // layout.shards, peak_flops, memory_rate)
     teacher_seconds = 0.0  # a teacher's forward, its logits gone over as the student's
     if flops.teacher and layout.teacher:
         beside = measure_blocks(layout.teacher, plain, "none", layout.precision.params).blocks
-        wide = MOVED * sum(beside[kind].kept.token for kind in kinds_of(layout.teacher))
+        moved_numel = MOVED * sum(beside[kind].kept.token for kind in kinds_of(layout.teacher))
         more_products = tokens * flops.teacher.per_token / 2 / (PRODUCTS * peak_flops)
         more_attention = flops.teacher.per_pair * pairs / 3 / (ATTENTION * peak_flops)
-        more_memory = tokens * (wide + layout.teacher.vocab_size * 5 * 4) / memory_rate
+        more_memory = tokens * (moved_numel + layout.teacher.vocab_size * 5 * 4) / memory_rate
         products, attention, memory = products + more_products, attention + more_attention, memory + more_memory
         teacher_seconds = more_products + more_attention + more_memory
     link = LINK_SHARE * (products + attention) * (layout.world_size > 1)
     exposed = inside = inside_seconds(layout, config, recipe, cluster)
     micro = products + attention + memory + copies + link + inside / micros
-    forward = (micro - teacher_seconds) / (3 + again + more)
-    both = forward + teacher_seconds, micro - teacher_seconds - (1 + more) * forward
-    exposed += exposed_seconds(layout, cluster, micros, *both, more, note)
+    forward = (micro - teacher_seconds) / (3 + recomputed + frozen_forwards)
+    forward_and_backward = forward + teacher_seconds, micro - teacher_seconds - (1 + frozen_forwards) * forward
+    exposed += exposed_seconds(layout, cluster, micros, *forward_and_backward, frozen_forwards, note)
     if row.whole_matrices:
         groups = layout.groups(0)
         exposed += sum(cluster.ring_seconds(size, groups[axis]) for _, axis, size in muon_exchanges(layout))
     if pipeline.ranks > 1:
         exposed += passing_seconds(layout, config, tokens, cluster)
-    offload_time = offload_seconds(layout, cluster, micros, *both)
+    offload_time = offload_seconds(layout, cluster, micros, *forward_and_backward)
     waits = bubble(pipeline.ranks, micros, pipeline.chunks) * micros * micro
     computing = micros * products, micros * attention, micros * (memory + copies), micros * link
     return StepTime(*computing, optimizer, exposed, offload_time, waits)
+
+
+def optimizer_seconds(layout: Layout, row: Optimizer, shard: int, peak_flops: float, memory_rate: float) -> float:
+    """Returns the seconds in which the device steps a shard of `shard` elements, norm and clipping included."""
+    master = layout.dtype("master").itemsize
+    moments = 2 * row.state_bytes(shard, master)  # read and written
+    is_on_device = layout.offload.optimizer == "none"
+    seconds = (shard * 10 * master + moments) / memory_rate * is_on_device
+    if row.whole_matrices:  # each rank makes its share of matrices orthogonal
+        matrices = [shape for unit in layout.units for shape in unit.trained_matrices]
+        seconds += sum(map(orthogonal_flops, matrices)) / layout.shards / (PRODUCTS * peak_flops)
+    return seconds
 
 
 def inside_seconds(layout: Layout, config: PreTrainedConfig, recipe: Recipe, cluster: Cluster) -> float:

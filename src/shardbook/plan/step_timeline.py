@@ -57,7 +57,7 @@ def name_units(layout: Layout) -> dict[Unit | None, tuple[int, str]]:
     names: dict[Unit | None, tuple[int, str]] = {None: (0, "several blocks")}
     blocks = 0
     for unit in layout.units:
-        if any(unit.hidden) and not unit.spans:
+        if any(unit.is_block_matrix) and not unit.spans:
             blocks += 1
             names[unit] = blocks, f"block {blocks}"
         else:
@@ -69,12 +69,12 @@ def name_units(layout: Layout) -> dict[Unit | None, tuple[int, str]]:
 def lay_in_time(candidate: Candidate) -> tuple[list[Span], float]:
     """Returns the spans of a step in order, and the seconds of passes that are left out in its middle."""
     layout, recipe, cluster = candidate.layout, candidate.recipe, candidate.cluster
-    found, micros = list[Noted](), recipe.train.gradient_accumulation_steps
-    time = candidate.time_of(layout, lambda *noted: found.append(Noted(*noted)))
-    end = max(each.ends for each in found)
-    found += moves_of(layout, found, PCIE_SHARE * cluster.gpu.pcie, micros * recipe.forwards_per_micro)
-    passes = max(each.number for each in found) + 1
-    computing = [each for each in found if WORDS[each.what][0] == "computing"]
+    events, micros = list[Noted](), recipe.train.gradient_accumulation_steps
+    time = candidate.time_of(layout, lambda *noted: events.append(Noted(*noted)))
+    end = max(each.ends for each in events)
+    events += moves_of(layout, events, PCIE_SHARE * cluster.gpu.pcie, micros * recipe.forwards_per_micro)
+    passes = max(each.number for each in events) + 1
+    computing = [each for each in events if WORDS[each.what][0] == "computing"]
     first = [each.ends for each in computing if each.number < SHOWN]
     last = [each.begins for each in computing if each.number >= passes - SHOWN]
     cut = max(0.0, min(last) - max(first)) if passes > 2 * SHOWN else 0.0
@@ -82,7 +82,7 @@ def lay_in_time(candidate: Candidate) -> tuple[list[Span], float]:
     for number in range(passes):
         if number < SHOWN or number >= passes - SHOWN:
             shift = cut if number >= passes - SHOWN else 0.0
-            spans += join((each for each in found if each.number == number), layout, shift)
+            spans += join((each for each in events if each.number == number), layout, shift)
     is_away = layout.offload.optimizer != "none"
     if took := time.offload if is_away else time.optimizer:
         lane, words = WORDS["update" if is_away else "step"]

@@ -50,7 +50,7 @@ def _inside(
     tp_size, itemsize = layout.tp_size, layout.dtype("params").itemsize
     of_tokens, chunk = tokens * config.hidden_size * itemsize, recipe.train.loss_chunk_tokens or max(1, trained)
     gather, scatter = ((op, TP, of_tokens) for op in ("all_gather", "reduce_scatter")) if tp_size > 1 else ((), ())
-    there, back, their_there, their_back = _exchanges(layout, config, rank, tokens * itemsize)
+    to_heads, to_seq, grad_to_heads, grad_to_seq = _exchanges(layout, config, rank, tokens * itemsize)
     sizes = [min(chunk, trained - first) for first in range(0, trained, chunk)] if tp_size > 1 else []
     loss_gathers = [("all_gather", TP, size * tp_size * LOSS_PART_BYTES) for size in sizes]
 
@@ -60,11 +60,11 @@ def _inside(
     return BlockTraffic(
         layers=config.num_hidden_layers,
         recomputed=frozenset(recipe.activation.recomputed(list(range(config.num_hidden_layers)))),
-        forward=sends(gather, there, back, scatter, gather, scatter),
-        backward=sends(gather, scatter, gather, their_back, their_there, scatter),
+        forward=sends(gather, to_heads, to_seq, scatter, gather, scatter),
+        backward=sends(gather, scatter, gather, grad_to_seq, grad_to_heads, scatter),
         # the gradient of the last result comes before what is recomputed
         recompute=sends(
-            gather, gather, there, back, scatter, gather, scatter, gather, their_back, their_there, scatter
+            gather, gather, to_heads, to_seq, scatter, gather, scatter, gather, grad_to_seq, grad_to_heads, scatter
         ),
         embedding=(sends(scatter), sends(gather)),
         loss=(sends(gather, *loss_gathers), sends(*loss_gathers * recipe.recomputes_logits, scatter)),
@@ -95,7 +95,8 @@ def describe_sharing(layout: Layout) -> str:
     if layout.tp_size == 1:
         return ""
     sentence = f"{layout.tp_size} ranks share matrices, and tokens between them"
-    if any(hidden and not cut for unit in layout.units for hidden, cut in zip(unit.hidden, unit.cut, strict=True)):
+    each = (both for unit in layout.units for both in zip(unit.is_block_matrix, unit.tp_sharded, strict=True))
+    if any(is_matrix and not is_sharded for is_matrix, is_sharded in each):
         sentence += "; heads do not divide, so attention has matrices that stay whole on each"
     if layout.tp_size > (node := layout.ranks_per_node):
         sentence += f"; slow: a node has {node} ranks, and what they send in every block goes between nodes"

@@ -117,9 +117,9 @@ def describe_keys() -> list[tuple[str, str, str]]:
 
 def _fields() -> Iterator[tuple[str, FieldInfo]]:
     """Yields the name, section.key, and the field of every key that is in a section, in order."""
-    for section, whole in Recipe.model_fields.items():
-        if isinstance(whole.annotation, type) and issubclass(whole.annotation, Section):
-            for name, field in whole.annotation.model_fields.items():
+    for section, section_field in Recipe.model_fields.items():
+        if isinstance(section_field.annotation, type) and issubclass(section_field.annotation, Section):
+            for name, field in section_field.annotation.model_fields.items():
                 yield f"{section}.{name}", field
 
 

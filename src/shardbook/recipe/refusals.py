@@ -74,7 +74,7 @@ class Conflict:
 
     rule: Rule
     keys: tuple[str, ...]  # the keys that contradict; one that only the way out names is not among them
-    said: str  # `parallel.tp_size = 2 and lora.r = 4: <why>; <way out>`
+    text: str  # `parallel.tp_size = 2 and lora.r = 4: <why>; <way out>`
     why: str
     way_out: str
 
@@ -88,7 +88,7 @@ def conflicts(recipe: Any, rules: Sequence[Rule] = ()) -> list[Conflict]:
 
 def refuse(conflicts: Iterable[Conflict]) -> None:
     """Raises one RecipeError that states all conflicts in `conflicts`; none where it is empty."""
-    if line := "; ".join(conflict.said for conflict in conflicts):
+    if line := "; ".join(conflict.text for conflict in conflicts):
         raise RecipeError(line)
 
 
@@ -109,8 +109,8 @@ def with_settings(recipe: Any, settings: dict[str, Any]) -> Any:
 
 
 def _read(text: str) -> Pattern:
-    key, _, said = text.partition("=")
-    words, starts = frozenset(said.split("|")), tuple(word[:-1] for word in said.split("|") if word.endswith("*"))
+    key, _, values = text.partition("=")
+    words, starts = frozenset(values.split("|")), tuple(word[:-1] for word in values.split("|") if word.endswith("*"))
     if key.endswith("!"):
         return key[:-1], lambda value: value not in words and not value.startswith(starts)
     return key, lambda value: value in words or value.startswith(starts)
@@ -194,8 +194,8 @@ RULES = (
     # methods
     *(Rule(f"{section}.{key}!={field.default}", f"method!={'|'.join(methods)}", f"only {' or '.join(methods)} has it",
            "leave it out")
-      for section, own, fields in OF_ONE_METHOD for key, field in fields.items()
-      for methods in [OF_OTHERS.get(key, (own,))]),
+      for section, method, fields in OF_ONE_METHOD for key, field in fields.items()
+      for methods in [OF_OTHERS.get(key, (method,))]),
     Rule("preference.label_smoothing!=0.0", "", "only loss_type = 'robust' has it", "leave it out",
          "method=dpo preference.loss_type!=robust"),
     Rule("preference.label_smoothing=*", "", "must be below 0.5", "",

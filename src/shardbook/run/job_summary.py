@@ -35,7 +35,7 @@ def describe_layout(job: Job) -> Table:
     layout, peak, batching = job.layout, job.peak, job.batching
     precision = layout.precision
     units = [unit for unit in layout.units if unit.shapes]
-    frees = sum(unit.frees for unit in units)
+    frees = sum(unit.reshard_after_backward for unit in units)
     copies = "whole on each rank" if layout.tp_size == 1 else "of each its own part on each rank"
     freed = f"{frees} freed in each micro-batch" if layout.shards > 1 else copies
     table = Table(title="effective layout", show_header=False, title_justify="left")
@@ -55,8 +55,8 @@ def describe_layout(job: Job) -> Table:
     family = check_family(job.config)
     asked = f" (its family asks for {str(family.demands).removeprefix(' and ')})" if family.demands != PLAIN else ""
     table.add_row("attention", f"{job.attention.name}, told of documents by {job.attention.metadata}{asked}")
-    if family.unreached:
-        table.add_row("frozen", f"what gets no gradient: {', '.join(family.unreached)}")
+    if family.without_gradient:
+        table.add_row("frozen", f"what gets no gradient: {', '.join(family.without_gradient)}")
     table.add_row("recomputed", job.recipe.activation.checkpointing + ", compiled" * job.recipe.train.compile)
     trained = sum(unit.padded_numel(1, trained_only=True) for unit in units)
     count = sum(unit.parameters for unit in units)

@@ -66,8 +66,8 @@ class BatchPrefetcher:
         """Returns the next step, and moves the loader's position past it; None where a rank was asked to stop. Raises
         RunFailed for rows that cannot be read. Counts are summed on the host: no device sync. Collective."""
         batch = self._prefetched
-        same = self.loader.batching.tp_size * self.loader.batching.pp_size  # ranks that count the same tokens
-        tokens, examples, chosen, *work = (count / same for count in batch.wait())
+        copies = self.loader.batching.tp_size * self.loader.batching.pp_size  # ranks that count the same tokens
+        tokens, examples, chosen, *work = (count / copies for count in batch.wait())
         if self.flags.stops():
             return None
         if batch.error:

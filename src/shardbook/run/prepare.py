@@ -1,7 +1,7 @@
 """The set-up of a run: computes, and refuses, everything that can be known before anything large is allocated.
 
 Invariant: the same two calls prepare `shardbook train` and its rehearsal, so a dry run shows what a run does.
-`lay_out_run` reads the configs and the tokenizer; `prepare_job` reads the data and, on the ranks of a run, fetches the
+`place_run` reads the configs and the tokenizer; `prepare_job` reads the data and, on the ranks of a run, fetches the
 weights to this node. What a rank reads it reads once.
 """
 
@@ -28,9 +28,9 @@ from shardbook.model.causal_lm import Flops, count_flops
 from shardbook.model.families import load_config
 from shardbook.model.flash import choose_flash, current_flash, use_flash
 from shardbook.model.hub import check_weights, config_folder, model_folder, tokenizer_folder
-from shardbook.model.laid_out import LaidOut, World, lay_out
+from shardbook.model.placement import PlacedModel, World, place_model
 from shardbook.model.selfcheck import check_family, remember
-from shardbook.model.stored import digest_ends
+from shardbook.model.weight_files import digest_ends
 from shardbook.objectives import Objective, build_objective
 from shardbook.optim.table import OPTIMIZERS
 from shardbook.plan.formulas import predict_memory_metrics
@@ -41,16 +41,16 @@ from shardbook.plan.smallest_change import NONE_FITS, smallest_change
 from shardbook.plan.speed import predict_perf_metrics
 from shardbook.ranks.distributed import broadcast_from_main, check_same_on_all_ranks
 from shardbook.recipe import Model, Recipe, RecipeError, resolve_precision, with_settings
+from shardbook.run.load_teacher import KEY, check_teacher
 from shardbook.run.prompts import Prompts, build_prompts
-from shardbook.run.teacher import KEY, check_teacher
 from shardbook.terminal import print_line
 
 InTurn = Callable[[], AbstractContextManager[None]]  # around reads of files: a node's first rank before the others
 
 
 @dataclass(frozen=True)
-class LaidOutRun(LaidOut):
-    """A run that is laid out, with what was read for that."""
+class PlacedRun(PlacedModel):
+    """A run whose model is placed on its ranks, with what was read for that."""
 
     folder: Path  # of the config; in a Job that is no rehearsal's, of the weights
     tokenizer: PreTrainedTokenizerBase
@@ -58,7 +58,7 @@ class LaidOutRun(LaidOut):
 
 
 @dataclass(frozen=True)
-class Job(LaidOutRun):
+class Job(PlacedRun):
     """A run that is ready to begin: its objective, data and steps, and the predictions for it."""
 
     objective: Objective
@@ -74,8 +74,8 @@ class Job(LaidOutRun):
     forecast: dict[str, float | int]  # predicted metrics
 
 
-def lay_out_run(recipe: Recipe, world: World, in_turn: InTurn = nullcontext) -> LaidOutRun:
-    """Returns `recipe` laid out on `world`, whose device computes attention by the implementation for it from then on.
+def place_run(recipe: Recipe, world: World, in_turn: InTurn = nullcontext) -> PlacedRun:
+    """Returns `recipe` placed on `world`, whose device computes attention by the implementation for it from then on.
     Reads configs and the tokenizer; fetches nothing large. Raises RecipeError where one of them, a local weights file
     or the optimizer's package is missing or broken, recipe, device, model and mesh contradict each other, or ranks
     would compute attention by different implementations."""
@@ -93,10 +93,10 @@ def lay_out_run(recipe: Recipe, world: World, in_turn: InTurn = nullcontext) -> 
             check_teacher(path, teacher, load_tokenizer(teacher_folder, KEY), tokenizer)
     if dist.is_initialized():  # a second on one rank, not on each
         remember(config, broadcast_from_main(lambda: check_family(config)))
-    laid = lay_out(recipe, world, config, teacher)
+    placed = place_model(recipe, world, config, teacher)
     if world.device:
-        _switch_flash(laid, world.device)
-    return LaidOutRun(**vars(laid), folder=folder, tokenizer=tokenizer, tokenizer_folder=tokenizer_at)
+        _switch_flash(placed, world.device)
+    return PlacedRun(**vars(placed), folder=folder, tokenizer=tokenizer, tokenizer_folder=tokenizer_at)
 
 
 def _read_config(model: Model, folder: Path, max_length: int, what: str) -> PreTrainedConfig:
@@ -116,26 +116,26 @@ def _check_optimizer(name: str, world: World) -> None:
         raise RecipeError(f"{place}{error}") from error
 
 
-def _switch_flash(laid: LaidOut, device: torch.device) -> None:
+def _switch_flash(placed: PlacedModel, device: torch.device) -> None:
     """Switches torch's flash attention, before its first call, to the implementation for a model on `device`."""
-    largest = max(head_size(config) for config in (laid.config, laid.teacher) if config)
-    name = choose_flash(laid.attention.name, largest, device, laid.recipe.train.deterministic)
+    largest = max(head_size(config) for config in (placed.config, placed.teacher) if config)
+    name = choose_flash(placed.attention.name, largest, device, placed.recipe.train.deterministic)
     if reason := use_flash(name):
         print_line(f"warning  {name} is installed, but torch cannot use it ({reason}); attention runs by FA2")
     if dist.is_initialized():
         check_same_on_all_ranks({"flash attention": current_flash()})
 
 
-def prepare_job(laid: LaidOutRun, in_turn: InTurn = nullcontext, day: str = "") -> Job:
-    """Returns the job of a run that is laid out: weights on this node (not for a rehearsal), every row of the data, and
+def prepare_job(placed: PlacedRun, in_turn: InTurn = nullcontext, day: str = "") -> Job:
+    """Returns the job of a placed run: weights on this node (not for a rehearsal), every row of the data, and
     predictions. `day`: that its chat template reads (empty: today). Raises RecipeError where one is missing or
     contradicts the others."""
-    recipe, world, config, layout = laid.recipe, laid.world, laid.config, laid.layout
-    tokenizer, folder, sequences = laid.tokenizer, laid.folder, recipe.sequences
+    recipe, world, config, layout = placed.recipe, placed.world, placed.config, placed.layout
+    tokenizer, folder, sequences = placed.tokenizer, placed.folder, recipe.sequences
     micros = recipe.train.gradient_accumulation_steps
     recipe = _with_day(recipe, tokenizer, day)
     with in_turn():
-        parts = documents, held_out = build_documents(recipe.data, tokenizer, laid.tokenizer_folder, sequences)
+        parts = documents, held_out = build_documents(recipe.data, tokenizer, placed.tokenizer_folder, sequences)
         prompts = build_prompts(recipe, config, tokenizer, folder, held_out or documents)
         if world.device:  # last: a row that cannot be trained is refused before weights are fetched
             folder = model_folder(recipe.model)
@@ -145,11 +145,11 @@ def prepare_job(laid: LaidOutRun, in_turn: InTurn = nullcontext, day: str = "") 
     batching = choose_batching(recipe.data, recipe.train, place, world.device_type, *parts, sequences=sequences)
     loader = Loader(documents, batching, micros, recipe.train.seed)
     steps = recipe.train.steps or math.ceil(recipe.train.epochs * len(documents.rows) / loader.rows_per_step)
-    flops, peak, no_plan_reason = count_flops(laid.model), None, ""
+    flops, peak, no_plan_reason = count_flops(placed.model), None, ""
     forecast: dict[str, float | int] = {}
 
     def look_ahead() -> tuple[Peak, dict[str, float | int]]:
-        check_host(laid, documents)
+        check_host(placed, documents)
         speed = predict_perf_metrics(layout, config, recipe, flops, documents.mean_length, world.device_name)
         return predict_peak(layout, config, recipe), speed
 
@@ -166,7 +166,7 @@ def prepare_job(laid: LaidOutRun, in_turn: InTurn = nullcontext, day: str = "") 
     data: dict[str, Any] = {"folder": folder, "documents": documents, "held_out": held_out, "prompts": prompts}
     how = data | {"objective": objective, "batching": batching, "loader": loader, "steps": steps}
     outlook = {"peak": peak, "no_plan_reason": no_plan_reason, "forecast": forecast}
-    return Job(**vars(laid) | {"recipe": recipe, "flops": flops} | how | outlook)
+    return Job(**vars(placed) | {"recipe": recipe, "flops": flops} | how | outlook)
 
 
 def _check_same_files(
@@ -196,19 +196,19 @@ def _with_day(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, day: str) -> R
     return changed
 
 
-def check_host(laid: LaidOut, documents: Documents) -> None:
+def check_host(placed: PlacedModel, documents: Documents) -> None:
     """Raises RecipeError, with the smallest change that fits, where a step of this CPU's ranks is predicted to take
     more memory than the machine has to give: the kernel would end a rank in mid-run, and say nothing."""
-    ranks, lengths = laid.world.ranks_per_node, column(documents.encoded, "length")
-    if laid.world.device_type != "cpu" or not Path("/proc/meminfo").exists():
+    ranks, lengths = placed.world.ranks_per_node, column(documents.encoded, "length")
+    if placed.world.device_type != "cpu" or not Path("/proc/meminfo").exists():
         return
-    longest = int(lengths.sum() if laid.recipe.data.packing else lengths.max())  # rows may be shorter than they could
-    rows = {"data.max_length": min(laid.recipe.data.max_length, max(1, longest // laid.recipe.sequences))}
-    recipe, room = with_settings(laid.recipe, rows), HOST_ROOM * available_memory() / ranks
-    peak = predict_fullest(laid.layout, laid.config, recipe).total
+    longest = int(lengths.sum() if placed.recipe.data.packing else lengths.max())  # rows may be shorter than they could
+    rows = {"data.max_length": min(placed.recipe.data.max_length, max(1, longest // placed.recipe.sequences))}
+    recipe, room = with_settings(placed.recipe, rows), HOST_ROOM * available_memory() / ranks
+    peak = predict_fullest(placed.layout, placed.config, recipe).total
     if peak <= room:
         return
-    change = smallest_change(laid.layout, laid.config, recipe, room, has_more=False)
+    change = smallest_change(placed.layout, placed.config, recipe, room, has_more=False)
     raise RecipeError(
         f"a step takes {peak / GB:.1f} GB on each of {ranks} ranks here, and this machine has {room / GB:.1f} GB for "
         "each; " + (f"the smallest change that fits: {change}" if change else NONE_FITS)

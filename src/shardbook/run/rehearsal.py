@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-from shardbook.model.laid_out import World
+from shardbook.model.placement import World
 from shardbook.recipe import Recipe
 from shardbook.run.checkpoint.format import newest_checkpoint
 from shardbook.run.directory import first_day, read_facts
 from shardbook.run.job_summary import describe_job
 from shardbook.run.log.console import Console
 from shardbook.run.preflight import check_run
-from shardbook.run.prepare import lay_out_run, prepare_job
+from shardbook.run.prepare import place_run, prepare_job
 from shardbook.terminal import readable_bytes
 
 
@@ -23,9 +23,9 @@ def rehearse(recipe: Recipe, world_size: int, ranks_per_node: int) -> None:
     )
     run = Path(recipe.run.dir).expanduser() / recipe.run.name if recipe.run.name else None
     checkpoint = newest_checkpoint(run / "checkpoints") if run else None
-    laid = lay_out_run(recipe, World(world_size, ranks_per_node))
+    placed = place_run(recipe, World(world_size, ranks_per_node))
     day = first_day(read_facts(run) if run else {}, checkpoint or recipe.train.resume_from_checkpoint)
-    job = prepare_job(laid, day=day)
+    job = prepare_job(placed, day=day)
     console.show(describe_job(job))
     from shardbook.plan.simulate import simulate_step  # makes a process group, and loads fake tensors' modules
 

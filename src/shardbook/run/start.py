@@ -22,8 +22,8 @@ from shardbook.recipe import Recipe, RecipeError
 from shardbook.run.checkpoint.format import WAY_OUT, Damaged, TrainState, list_checkpoints
 from shardbook.run.checkpoint.load import check_checkpoint, load_checkpoint, other_bits
 from shardbook.run.eval.reference import Reference
+from shardbook.run.load_teacher import fill_teacher
 from shardbook.run.prepare import Job
-from shardbook.run.teacher import fill_teacher
 from shardbook.terminal import print_line
 
 T = TypeVar("T")

@@ -130,10 +130,10 @@ def drop_refused(settings: Settings, entries: list[Entry]) -> None:
     them."""
     against = _conflicts(settings)
     for key in [key for key in AXES if key in settings]:
-        if why := "; ".join(conflict.said for conflict in against if key in conflict.keys):
+        if why := "; ".join(conflict.text for conflict in against if key in conflict.keys):
             refuse(settings, entries, {key}, why)
     offload = [one for one in against if "offload.optimizer" in one.keys and not {*one.keys} & {*AXES}]
-    if why := "; ".join(one.said for one in offload):
+    if why := "; ".join(one.text for one in offload):
         refuse(settings, entries, {"offload.optimizer", "offload.params", "offload.path"}, why)
 
 
@@ -183,7 +183,7 @@ def refuse_sections(settings: Settings, entries: list[Entry]) -> None:
 def refuse_conflicts(settings: Settings, entries: list[Entry]) -> None:
     """Refuses what contradicts in the end, until nothing does: of two keys the one that is named first."""
     while keys := [
-        (key, conflict.said)
+        (key, conflict.text)
         for conflict in _conflicts(settings)
         for key in conflict.keys
         if key in settings and key not in ("method", STAGE)

@@ -20,7 +20,7 @@ from shardbook.memory.host_adamw import HostAdamW
 from shardbook.memory.host_state import STAGINGS, OffloadedUnit, allocate_units, staging_bytes
 from shardbook.memory.tiers import RING, Prefetcher
 from shardbook.model.attention import KERNELS
-from shardbook.model.laid_out import build_adapted
+from shardbook.model.placement import build_adapted
 from shardbook.parallel.layout import build_layout
 from shardbook.ranks.exits import RunFailed
 from shardbook.recipe import Optim, Precision, resolve_precision

@@ -109,7 +109,7 @@ def test_names_of_the_text_alone_are_not_found_there(tmp_path, monkeypatch):
     """Planted: names as if the checkpoint held a text model. Peft says so in a warning, and adapts nothing."""
     write_seeing(tmp_path / "model", "gemma3")
     model = adapted(tmp_path / "model")
-    monkeypatch.setattr(adapter_files.PeftNames, "there", lambda own, name: name)
+    monkeypatch.setattr(adapter_files.PeftNames, "in_files", lambda own, name: name)
     save(model, tmp_path / "model", tmp_path / "adapter")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     with pytest.warns(UserWarning, match="missing adapter keys"):

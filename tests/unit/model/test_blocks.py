@@ -11,8 +11,8 @@ from tiny import config, write_model
 from shardbook.model import attention, blocks
 from shardbook.model.attention import KERNELS
 from shardbook.model.causal_lm import build_model
+from shardbook.model.hf_model import at, put
 from shardbook.model.masks import attention_mask, number_documents, rule_on_positions
-from shardbook.model.parts import at, put
 from shardbook.model.pipeline import _view, keep_blocks, split_stages
 from shardbook.recipe import Parallel
 

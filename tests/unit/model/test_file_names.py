@@ -15,7 +15,7 @@ import shardbook.model.weights as weights
 from shardbook.model import file_names
 from shardbook.model.causal_lm import build_model, materialize
 from shardbook.model.families import load_config
-from shardbook.model.stored import StoredTensor, open_tensors
+from shardbook.model.weight_files import StoredTensor, open_tensors
 from shardbook.recipe import Model, RecipeError
 
 # experts by themselves in two ways, renamed alone, stacked already, with a buffer, put one after another, a head's name
@@ -47,7 +47,7 @@ def load(folder, family):
 
 
 def export(model, source, out, dtype="fp32"):
-    shapes, beside = weights.global_shapes(model), (model.files, weights.stored_buffers(model))
+    shapes, beside = weights.full_shapes(model), (model.files, weights.stored_buffers(model))
     tensors = weights.full_tensors(model, dtype)
     weights.save_weights(out, tensors, shapes, model.config, tokenizer(), source, dtype, True, *beside)
 
@@ -221,7 +221,7 @@ def test_the_text_of_a_model_that_sees_is_found_by_its_prefix(family, text, pref
         said = model.files.describe_rest(opened)
     rest = "multi_modal_projector, vision_tower" if prefix is None else "vision_tower"
     wanted_said = f"its source has it under {prefix or 'language_model.'}, beside {rest}, not exported"
-    assert said == f"the text model alone, {type(model.files.whole).__name__}; {wanted_said}"
+    assert said == f"the text model alone, {type(model.files.hf_model).__name__}; {wanted_said}"
     export(model, tmp_path, tmp_path / "out")
     with open_tensors(tmp_path / "out") as opened:
         assert model.files.describe_rest(opened) == ""

@@ -13,12 +13,12 @@ from tiny import write_model
 from torch.torch_version import TorchVersion
 
 from shardbook.model import flash
-from shardbook.model.laid_out import World
+from shardbook.model.placement import World
 from shardbook.recipe import load_recipe
 from shardbook.run import directory
 from shardbook.run.checkpoint.format import StoredCheckpoint
 from shardbook.run.checkpoint.load import other_bits
-from shardbook.run.prepare import lay_out_run
+from shardbook.run.prepare import place_run
 
 GPU = torch.device("cuda")
 MODULES = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute.interface"}
@@ -74,7 +74,7 @@ def lay_out(tmp_path):
             "data.max_length=256",
             *words,
         ]
-        return lay_out_run(load_recipe(tmp_path / "recipe.toml", given), World(1, 1, 0, GPU))
+        return place_run(load_recipe(tmp_path / "recipe.toml", given), World(1, 1, 0, GPU))
 
     return laid
 

@@ -9,10 +9,10 @@ from huggingface_hub.utils import filter_repo_objects
 from tiny import write_model
 
 from shardbook.model.hub import config_folder, model_folder, tokenizer_folder
-from shardbook.model.laid_out import World
+from shardbook.model.placement import World
 from shardbook.recipe import Distill, Model, RecipeError, parse_recipe
-from shardbook.run.prepare import lay_out_run
-from shardbook.run.teacher import fill_teacher
+from shardbook.run.load_teacher import fill_teacher
+from shardbook.run.prepare import place_run
 
 BESIDE = ["config.json", "tokenizer.json", "tokenizer_config.json", "README.md"]
 COPIES = ["consolidated.safetensors", "original/model-00001-of-00001.safetensors", "original/params.json"]
@@ -87,7 +87,7 @@ def test_a_teacher_is_fetched_at_its_revision(tiny, monkeypatch):
     ]
     recipe = parse_recipe("", "a recipe", [*words, f"model.path={tiny / 'model'}", "data.max_length=64"])
     sharded = SimpleNamespace(model=SimpleNamespace(teacher=object()))
-    for fetch in (lambda recipe: lay_out_run(recipe, World(1, 1)), lambda recipe: fill_teacher(sharded, recipe)):
+    for fetch in (lambda recipe: place_run(recipe, World(1, 1)), lambda recipe: fill_teacher(sharded, recipe)):
         with pytest.raises(RecipeError, match=r"distill.teacher = 'owner/name': the hub did not give it"):
             fetch(recipe)
     assert asked == ["1a2b3c"] * 2 and Distill(teacher="owner/name").model.revision == "main"

@@ -15,9 +15,9 @@ from tiny import config, said_by, write_model
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from varlen import plain_varlen_attn
 
-from shardbook.model import attention, masks, parts, selfcheck
+from shardbook.model import attention, hf_model, masks, selfcheck
 from shardbook.model.attention import KERNELS, PLAIN
-from shardbook.model.laid_out import World, check_recipe, lay_out
+from shardbook.model.placement import World, check_recipe, place_model
 from shardbook.model.selfcheck import check_family
 from shardbook.model.shrink import keep_layers
 from shardbook.recipe import Recipe, resolve_precision
@@ -106,11 +106,11 @@ def places_in_rows(patch):
 def head_unfinished(patch):
     from shardbook.model import causal_lm
 
-    patch.setattr(causal_lm, "find_finish", lambda found: (None, None))
+    patch.setattr(causal_lm, "find_logit_transform", lambda found: (None, None))
 
 
 def buffers_unfilled(patch):
-    patch.setattr(parts.PreTrainedModel, "initialize_weights", lambda base: None)
+    patch.setattr(hf_model.PreTrainedModel, "initialize_weights", lambda base: None)
 
 
 def positions_go_on(patch):
@@ -163,7 +163,7 @@ def test_sinks_that_a_kernel_drops_turn_it_red(monkeypatch):
 
 def test_no_kernel_gets_what_it_does_not_know(monkeypatch):
     found = check_family(small_config("gpt_oss"))
-    assert found.kind == "packed" and found.demands.arguments == ("s_aux",) and not found.splits_heads
+    assert found.kind == "packed" and found.demands.arguments == ("s_aux",) and not found.can_split_heads
     cpu, fp32 = torch.device("cpu"), torch.float32
     said = said_by(attention.choose_attention, "sdpa", config(), cpu, fp32, found.demands)
     assert said == (
@@ -180,7 +180,7 @@ def test_no_kernel_gets_what_it_does_not_know(monkeypatch):
             assert not KERNELS[name].lacks(dataclasses.replace(gpu, demands=PLAIN))
         assert KERNELS["sdpa"].lacks(gpu) and not KERNELS["eager"].lacks(gpu) and told in str(gpu)
     latent = check_family(small_config("deepseek_v3")).demands
-    assert latent.dense and attention.kernel_on_gpu("auto", latent).name == "sdpa"
+    assert latent.needs_dense_mask and attention.kernel_on_gpu("auto", latent).name == "sdpa"
     assert check_family(small_config("llama")).demands == PLAIN
 
 
@@ -258,7 +258,7 @@ def test_a_model_of_fewer_layers_has_the_lists_of_those():
     config = small_config("smollm3")
     config.num_hidden_layers, config.layer_types, config.no_rope_layers = 6, ["full_attention"] * 6, [1, 1, 1, 0, 1, 0]
     recipe = Recipe.model_validate({"model": {"path": "there"}, "train": {"steps": 1}})
-    few = lay_out(resolve_precision(recipe, "cuda"), World(1, 1), config, None).with_layers(4)
+    few = place_model(resolve_precision(recipe, "cuda"), World(1, 1), config, None).with_layers(4)
     assert few.config.no_rope_layers == [1, 1, 1, 0] and len(few.config.layer_types) == len(few.model.blocks) == 4
 
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import shardbook.model.weights as weights
 from shardbook.model.causal_lm import build_model, materialize
 from shardbook.model.families import load_config
-from shardbook.model.stored import FLOATS, open_tensors
+from shardbook.model.weight_files import FLOATS, open_tensors
 from shardbook.paths import whole_directory
 from shardbook.recipe import Model, RecipeError
 

@@ -11,7 +11,7 @@ from shardbook.axes import CP, DATA_AXES, DP_REPLICATE, DP_SHARD, PP, PP_BACKWAR
 from shardbook.model.causal_lm import build_model, count_flops
 from shardbook.model.pipeline import split_stages
 from shardbook.model.tensor import apply_tensor_parallel
-from shardbook.model.weights import global_shapes, student_parameters
+from shardbook.model.weights import full_shapes, student_parameters
 from shardbook.optim import build_optimizer
 from shardbook.parallel.layout import Layout, build_layout
 from shardbook.parallel.library import shard_model
@@ -148,7 +148,7 @@ def test_names_shapes_and_work_are_those_of_the_whole(ranks, chunks, tp_size, ti
     times = dict.fromkeys(shapes, 0)
     for rank in range(world):
         part = part_of(parallel_of(ranks, chunks, tp_size=tp_size), rank, world, **facts)
-        assert list(global_shapes(part).items()) == list(shapes.items())
+        assert list(full_shapes(part).items()) == list(shapes.items())
         assert count_flops(part) == count_flops(whole)
         assert [name in part.state_dict() for name in ("model.norm.weight", "lm_head.weight")] == [
             part.has_last_pp_stage

@@ -9,7 +9,7 @@ from shardbook.model.loss_head import combine_ranks, local_exponentials, local_g
 from shardbook.model.tensor import check_tp_size, heads_of_rank
 from shardbook.parallel.library import shard_model
 from shardbook.parallel.mesh import resolve_sizes
-from shardbook.parallel.tensor import TensorAxis
+from shardbook.parallel.tensor import TPGroup
 from shardbook.recipe import Parallel, load_recipe
 
 BESIDE = {  # what a recipe may not have beside tp_size = 2, and what the error says
@@ -79,7 +79,7 @@ def test_each_head_is_computed_once_with_the_keys_that_are_its_own(heads, key_he
     for size in range(1, heads + 1):
         seen = []
         for place in range(size):
-            own, keys = heads_of_rank(heads, key_heads, TensorAxis(size, place))
+            own, keys = heads_of_rank(heads, key_heads, TPGroup(size, place))
             assert len(own) in (heads // size, -(-heads // size)) and len(own) % len(keys) == 0
             groups = len(own) // len(keys)  # transformers repeats each head of keys so often
             served = [keys[number // groups] for number in range(len(own))]
@@ -102,7 +102,7 @@ def test_the_loss_of_a_vocabulary_in_parts_is_that_of_the_whole(size, spread):
     near = 2 * torch.finfo(torch.float32).eps * max(float(logits.abs().max()), 4.0)
     want_losses = -shares.gather(1, targets[:, None])[:, 0].float()
     want_slope = (shares.exp() - torch.nn.functional.one_hot(targets, 37)).float()
-    parts = [TensorAxis(size, place).share(37) for place in range(size)]
+    parts = [TPGroup(size, place).share(37) for place in range(size)]
     begun = [local_exponentials(logits[:, part].clone(), targets - part.start, True) for part in parts]
     told = torch.stack([torch.stack(own) for _, *own in begun])
     for part, (grad_output, *own) in zip(parts, begun, strict=True):

@@ -7,11 +7,11 @@ from plans import plan_of, report_on
 
 from shardbook.cli import main
 from shardbook.plan.advice import advise
-from shardbook.plan.advised import write_advised
 from shardbook.plan.cluster import build_planner
 from shardbook.plan.hardware import (
     build_cluster,
 )
+from shardbook.plan.recipe_file import write_recipe_file
 from shardbook.plan.report import (
     as_json,
     describe_advice,
@@ -78,7 +78,7 @@ def test_where_devices_are_too_small_tiers_are_advised(tmp_path):
     assert best.time.seconds > report.advice.best.time.seconds
     (unnamed,) = describe_path(from_disk)  # only its user knows a disk
     assert unnamed in "\n".join(describe_advice(from_disk)) and "set it before the run" in unnamed
-    write_advised(from_disk, written := tmp_path / "advised.toml")
+    write_recipe_file(from_disk, written := tmp_path / "advised.toml")
     assert f"# {unnamed}\n" in written.read_text() and load_recipe(written).offload.path == "/scratch"
 
 

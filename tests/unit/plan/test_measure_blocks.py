@@ -117,7 +117,7 @@ def test_a_bug_of_ours_is_no_reason(monkeypatch):
 
 def planned(family, stage, checkpointing, one_kind=False):
     """(the plan's peak, the simulated one) of a small model of four layers."""
-    from shardbook.model.laid_out import World, lay_out
+    from shardbook.model.placement import World, place_model
     from shardbook.objectives import build_objective
     from shardbook.plan.peak import predict_peak
     from shardbook.plan.simulate import simulate_step
@@ -126,7 +126,7 @@ def planned(family, stage, checkpointing, one_kind=False):
     packing = "data.packing=" + str(family != "qwen3_next").lower()
     words = ("data.max_length=512", "train.per_device_train_batch_size=2", "train.loss_chunk_tokens=256", packing)
     recipe = recipe_of(stage, checkpointing, 1, *words)
-    laid = lay_out(recipe, World(8, 8), made(**SIZES, **more, pad_token_id=0), None)
+    laid = place_model(recipe, World(8, 8), made(**SIZES, **more, pad_token_id=0), None)
     assert kinds_of(laid.config) == KINDS[family]
     if one_kind:
         activation_bytes.kinds_of = lambda config: (0,) * config.num_hidden_layers

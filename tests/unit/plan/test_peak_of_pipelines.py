@@ -40,7 +40,7 @@ def bytes_of_stage(words, stage):
     from shardbook.memory.activation import apply_checkpointing
     from shardbook.model.attention import KERNELS
     from shardbook.model.causal_lm import materialize
-    from shardbook.model.laid_out import build_adapted
+    from shardbook.model.placement import build_adapted
     from shardbook.objectives import build_objective
     from shardbook.parallel.layout import build_layout
     from shardbook.parallel.mesh import build_mesh
@@ -191,21 +191,21 @@ def test_two_runs_are_advised_where_they_are_faster():
 
 
 def test_a_pipeline_is_not_simulated():
-    from shardbook.model.laid_out import World, lay_out
+    from shardbook.model.placement import World, place_model
     from shardbook.plan.simulate import simulate_step
 
     recipe = recipe_of()
     with pytest.raises(RecipeError, match=r"parallel.pp_size = 4: no pipeline is simulated; leave --simulate out"):
-        simulate_step(lay_out(recipe, World(8, 8), shape_config(recipe.model, 8192), None), lambda *_: None)
+        simulate_step(place_model(recipe, World(8, 8), shape_config(recipe.model, 8192), None), lambda *_: None)
 
 
 def test_what_is_offloaded_is_not_simulated():
-    from shardbook.model.laid_out import World, lay_out
+    from shardbook.model.placement import World, place_model
     from shardbook.plan.simulate import simulate_step
 
     recipe = recipe_of("parallel.pp_size=1", "offload.optimizer=cpu")
     with pytest.raises(RecipeError, match=r"offload.optimizer = 'cpu': a host's memory is not simulated"):
-        simulate_step(lay_out(recipe, World(8, 8), shape_config(recipe.model, 8192), None), lambda *_: None)
+        simulate_step(place_model(recipe, World(8, 8), shape_config(recipe.model, 8192), None), lambda *_: None)
 
 
 def test_no_pipeline_is_advised_where_it_waits_and_all_fits():

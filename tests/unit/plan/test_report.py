@@ -8,11 +8,11 @@ from plans import ORDER, plan_of, report_on
 
 from shardbook.cli import PLAIN, main
 from shardbook.gpus import GPUS
-from shardbook.plan.advised import write_advised
 from shardbook.plan.cluster import build_planner
 from shardbook.plan.hardware import (
     build_cluster,
 )
+from shardbook.plan.recipe_file import write_recipe_file
 from shardbook.plan.report import (
     Report,
     as_json,
@@ -106,7 +106,7 @@ def test_adapters_are_said_where_all_of_a_model_takes_a_tier(usual):
 
 
 def test_what_is_written_is_what_differs_with_the_reason(usual, tmp_path):
-    write_advised(usual["4090"], file := tmp_path / "advised.toml")
+    write_recipe_file(usual["4090"], file := tmp_path / "advised.toml")
     best = usual["4090"].advice.best.recipe
     assert load_recipe(file) == best.model_copy(update={"precision": usual["4090"].asked})
     text = file.read_text()

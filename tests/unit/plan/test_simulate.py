@@ -21,7 +21,7 @@ def simulated(stage, checkpointing, micros, layers, whole=False, world=WORLD, mo
     """(simulated peak, kept), (the formula's peak, kept). `whole`: all layers, none by extrapolation. `stage` may be a
     recipe's path, which says all the rest."""
     import shardbook.plan.simulate as simulate
-    from shardbook.model.laid_out import World, lay_out
+    from shardbook.model.placement import World, place_model
     from shardbook.model.shapes import shape_config
     from shardbook.objectives import build_objective
     from shardbook.plan.formulas import predict_resident
@@ -38,8 +38,8 @@ def simulated(stage, checkpointing, micros, layers, whole=False, world=WORLD, mo
     distill, ranks = recipe.distill, World(world, min(8, world))
     teacher = with_layers(shape_config(distill.model, 1024), TEACHER_LAYERS) if distill.teacher else None
     objective = build_objective(recipe.method, recipe.preference, recipe.distill)
-    found = simulate.simulate_step(lay_out(recipe, ranks, config, teacher), objective.terms)
-    layout = lay_out(recipe, ranks, config, teacher).layout
+    found = simulate.simulate_step(place_model(recipe, ranks, config, teacher), objective.terms)
+    layout = place_model(recipe, ranks, config, teacher).layout
     kept = predict_resident(layout, 0, recipe.optim.name)
     peak = predict_peak(layout, config, recipe).total
     return (found.peak_bytes, found.kept_bytes), (peak, kept.params_bytes + kept.optimizer_bytes)
@@ -48,14 +48,14 @@ def simulated(stage, checkpointing, micros, layers, whole=False, world=WORLD, mo
 def held_by_a_block(checkpointing, ranks):
     """Bytes that one block holds when forward has ended, where so many ranks share it."""
     import shardbook.plan.simulate as simulate
-    from shardbook.model.laid_out import World, lay_out
+    from shardbook.model.placement import World, place_model
     from shardbook.model.shapes import shape_config
     from shardbook.objectives import build_objective
 
     recipe = simulated_recipe("zero3", checkpointing, 1, f"parallel.tp_size={ranks}", f"data.max_length={TOKENS}")
     config = shape_config(recipe.model, TOKENS)
     shares = build_objective(recipe.method, recipe.preference, recipe.distill).terms
-    laid = lay_out(recipe, World(8, 8), config, None)
+    laid = place_model(recipe, World(8, 8), config, None)
     found = (simulate._simulate(laid.with_layers(n), shares) for n in (2, 3))
     (few, few_kept), (more, more_kept) = found
     end = (0, "forward", "after")

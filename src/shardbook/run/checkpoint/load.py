@@ -19,8 +19,8 @@ from shardbook.model.adapters import base_identity
 from shardbook.model.flash import current_flash
 from shardbook.model.teacher import teacher_identity
 from shardbook.optim import state_kind
-from shardbook.optim.elementwise import local_values, parts_of
 from shardbook.parallel.boxes import Cut, local_box, overlap
+from shardbook.parallel.local_tensors import local_values, plain_tensors
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.ranks.distributed import broadcast_from_main, gather_results
 from shardbook.recipe import RecipeError, first_line
@@ -181,7 +181,7 @@ class ItemReader:
         if not is_quantised:
             piece.copy_(_view(stored, getattr(torch, item.dtype), item.sizes)[cut.of_second])
             return
-        parts, is_all = parts_of(target), list(target.shape) == item.sizes and cut.numel == target.numel()
+        parts, is_all = plain_tensors(target), list(target.shape) == item.sizes and cut.numel == target.numel()
         if not is_all or sum(part.nbytes for part in parts) != item.length:
             raise damaged(self.path, file, f"{item.name}: another part of a quantised tensor than is asked for")
         at = 0

@@ -25,12 +25,12 @@ from shardbook.model.adapters import base_identity, kept_parameters
 from shardbook.model.flash import current_flash
 from shardbook.model.teacher import teacher_identity
 from shardbook.optim import state_kind
-from shardbook.optim.elementwise import parts_of
 from shardbook.optim.table import OPTIMIZERS
 from shardbook.parallel.boxes import assign_writes, local_box
+from shardbook.parallel.local_tensors import plain_tensors
 from shardbook.parallel.pipeline import tied_weight
 from shardbook.parallel.sharding import ShardedModel
-from shardbook.parallel.units import GLOBAL_SHAPES, TP_SHARDED
+from shardbook.parallel.units import FULL_SHAPES, TP_SHARDED
 from shardbook.plan.formulas import predict_copied
 from shardbook.ranks.distributed import broadcast_from_main, gather_results, sum_over_ranks
 from shardbook.ranks.exits import RunFailed
@@ -218,12 +218,12 @@ def _tied_names(sharded: ShardedModel, tensors: dict[str, Tensor]) -> set[str]:
 
 
 def nbytes_of(tensor: Tensor) -> int:
-    return sum(part.nbytes for part in parts_of(tensor))
+    return sum(part.nbytes for part in plain_tensors(tensor))
 
 
 def to_item(name: str, tensor: Tensor) -> tuple[list[Any], list[Tensor]]:
     box, dtype = local_box(tensor, name), str(tensor.dtype).removeprefix("torch.")  # of eight bits: the parameter's
-    return [name, *map(list, (box.offsets, box.sizes, box.shape)), dtype], parts_of(tensor.detach())
+    return [name, *map(list, (box.offsets, box.sizes, box.shape)), dtype], plain_tensors(tensor.detach())
 
 
 def write_finite(path: Path, side: Path, rank: int, items: Items) -> dict[str, Facts]:
@@ -311,7 +311,7 @@ def state_facts(sharded: ShardedModel, optimizer: torch.optim.Optimizer, state: 
 def full_shapes(model: nn.Module) -> dict[str, list[int]]:
     """Returns the full shape of each parameter that a checkpoint of the model holds; also before a stage is applied."""
     local = {name: getattr(kept, TP_SHARDED, (0, kept.shape))[1] for name, kept in kept_parameters(model).items()}
-    shapes = getattr(model, GLOBAL_SHAPES, None) or local  # with layers on other ranks
+    shapes = getattr(model, FULL_SHAPES, None) or local  # with layers on other ranks
     return {name: list(shape) for name, shape in shapes.items()}
 
 

@@ -54,14 +54,14 @@ class Reference:
         of = base_identity(sharded.model) or weights_identity(self.recipe.model, self.recipe.train.seed, weights)
         data = broadcast_from_main(lambda: [_digest(documents) for documents, _ in self.rows.values()])
         self.digest = f"{of}, {self.recipe.lora.model_dump_json()}; {' '.join(data)}"
-        self.found: dict[str, Any] = broadcast_from_main(lambda: _read(self.file))
-        if self.found.get("digest", self.digest) != self.digest:
+        self.archive: dict[str, Any] = broadcast_from_main(lambda: _read(self.file))
+        if self.archive.get("digest", self.digest) != self.digest:
             if goes_on:
                 raise RecipeError(
                     f"{self.file}: is of other data or other weights; set [data], [model] and [lora] to what the run "
                     "began with, or choose another run.name"
                 )
-            self.found = {}
+            self.archive = {}
         if named:
             run = Path(named).resolve().parent.parent
             theirs: dict[str, Any] = broadcast_from_main(lambda: _read(run / FILE))
@@ -72,14 +72,14 @@ class Reference:
                     f"{run / FILE} is {'of another one, or of other data' if theirs else 'not there'}; to begin with "
                     f"what that run learned set {key}={run / 'export'} in its place"
                 )
-            self.found = self.found or theirs
+            self.archive = self.archive or theirs
         sequences = self.loader.batching.sequences
         for name, (documents, _) in self.rows.items():
-            self.found.setdefault(name, np.full((len(documents.encoded), sequences), np.inf, np.float32))
+            self.archive.setdefault(name, np.full((len(documents.encoded), sequences), np.inf, np.float32))
         return not any(self._missing(name) for name in self.rows)
 
     def _missing(self, name: str) -> list[Row]:
-        unknown = np.isinf(self.found[name]).any(1)
+        unknown = np.isinf(self.archive[name]).any(1)
         return [row for row in self.rows[name][1] if unknown[list(row)].any()]
 
     def compute(self, sharded: ShardedModel) -> None:
@@ -91,10 +91,10 @@ class Reference:
             computed = self._compute(replace(documents, rows=missing), sharded)
             if self.stopped:
                 return
-            self.found[name] = np.minimum(self.found[name], computed)
+            self.archive[name] = np.minimum(self.archive[name], computed)
         if self.ranks.is_main:
             content = io.BytesIO()
-            np.savez(content, **(self.found | {"digest": self.digest}))
+            np.savez(content, **(self.archive | {"digest": self.digest}))
             write_whole(self.file, content.getvalue())
 
     @torch.no_grad()
@@ -119,8 +119,8 @@ class Reference:
         """Gives the loader's documents their reference, and returns the held-out documents with theirs."""
         if not self.is_wanted:
             return self.held_out
-        self.loader.documents = replace(self.loader.documents, reference=self.found["train"])
-        return self.held_out and replace(self.held_out, reference=self.found["eval"])
+        self.loader.documents = replace(self.loader.documents, reference=self.archive["train"])
+        return self.held_out and replace(self.held_out, reference=self.archive["eval"])
 
 
 def _read(file: Path) -> dict[str, Any]:

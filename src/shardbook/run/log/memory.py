@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from shardbook.optim.elementwise import parts_of
+from shardbook.parallel.local_tensors import plain_tensors
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.run.log.recorder import Metrics
 
@@ -17,7 +17,7 @@ def kept_bytes(tensors: Iterable[Tensor | None]) -> int:
     """Returns the resident bytes of `tensors` on this rank: of its own shards, padding included, each storage once."""
     storages = {}
     for tensor in tensors:
-        for part in parts_of(tensor) if tensor is not None else ():
+        for part in plain_tensors(tensor) if tensor is not None else ():
             storages[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
     return sum(storages.values())
 

@@ -16,10 +16,10 @@ from shardbook.model.export_files import choose_padding, write_generation
 from shardbook.model.families import load_config
 from shardbook.model.file_names import FileNames
 from shardbook.model.hub import loadable, model_folder, tokenizer_folder
-from shardbook.model.stored import open_tensors
+from shardbook.model.weight_files import open_tensors
 from shardbook.model.weights import (
+    full_shapes,
     full_tensors,
-    global_shapes,
     load_buffers,
     save_weights,
     stored_buffers,
@@ -52,7 +52,7 @@ def export_result(
         beside_adapter = _beside_adapter(recipe, config, tokenizer, folder, stops)
         save_adapter(out, full_trained(model), settings, names, beside_adapter, write)
         return
-    shapes = global_shapes(model)
+    shapes = full_shapes(model)
     dtype = recipe.train.export_dtype
     tensors, beside = full_tensors(sharded.masters, dtype), (model.files, stored_buffers(model), stops)
     save_weights(out, tensors, shapes, config, tokenizer, folder, dtype, write, *beside)

@@ -46,8 +46,8 @@ class StoredTensor:
         part = torch.empty(rows.stop - rows.start, width, dtype=FLOATS[self.dtype])
         step = max(1, PIECE // (self.shape[1] * part.element_size()))
         for first in range(rows.start, rows.stop, step):
-            here = slice(first, min(first + step, rows.stop))
-            part[here.start - rows.start : here.stop - rows.start] = self.read_rows(here)[:, columns]
+            piece = slice(first, min(first + step, rows.stop))
+            part[piece.start - rows.start : piece.stop - rows.start] = self.read_rows(piece)[:, columns]
         return part
 
     def read_rows(self, rows: slice) -> Tensor:
@@ -94,9 +94,9 @@ def digest_ends(folder: Path) -> str:
 def open_tensors(folder: Path) -> Iterator[dict[str, StoredTensor]]:
     """Opens each weights file of a Hugging Face directory once, and yields every tensor by name, to be read while the
     context lasts. Raises RecipeError where there is no file, one is missing, or one is truncated."""
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     with contextlib.ExitStack() as files:
         for path in weights_files(folder):
             file = files.enter_context(path.open("rb", buffering=0))
-            found |= {name: StoredTensor(path, file, *said) for name, said in read_header(path, file).items()}
-        yield found
+            tensors |= {name: StoredTensor(path, file, *entry) for name, entry in read_header(path, file).items()}
+        yield tensors

@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from shardbook.model.blocks import Blocks
 from shardbook.model.experts import stack_rows
 
-Change = Callable[[Tensor], Tensor]
+Transform = Callable[[Tensor], Tensor]
 Module = TypeVar("Module", bound=nn.Module)
 IS_INITIALIZED = "_is_hf_initialized"  # transformers' mark of a tensor that its initialize_weights leaves as it is
 IN_FP32 = "_keep_in_fp32_modules_strict"  # transformers' name of what keeps fp32 in a bf16 model: biases of routers
@@ -43,37 +43,38 @@ class Names:
 class Parts:
     """Transformers' model of a config, on the meta device, and the names of its parts."""
 
-    whole: PreTrainedModel
+    hf_model: PreTrainedModel
     names: Names
     is_tied: bool  # head and embedding are one parameter
-    vectors: dict[str, Tensor]  # the family's own first values of its vectors, by their names in `whole`
-    stacked: dict[str, torch.Size]  # the family's own shapes of parameters that are stacks, by their names in `whole`
+    # by their names in `hf_model`: the family's first values of its vectors, and its shapes of stacked parameters
+    vectors: dict[str, Tensor]
+    stacked: dict[str, torch.Size]
 
     @property
     def base(self) -> Any:
-        return getattr(self.whole, self.names.base)
+        return getattr(self.hf_model, self.names.base)
 
     @property
     def head(self) -> Any:
-        return getattr(self.whole, self.names.head)
+        return getattr(self.hf_model, self.names.head)
 
 
-def take_apart(config: PreTrainedConfig, dtype: torch.dtype) -> Parts:
+def split_model(config: PreTrainedConfig, dtype: torch.dtype) -> Parts:
     """Returns the parts of transformers' causal LM of `config`, with `Blocks` in place of its list of blocks. Raises
     Unfit where it has none."""
     kernel = config._attn_implementation
     with torch.device("meta"):
         # some choose classes by the kernel's name, and know only transformers' own
-        whole = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+        hf_model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
     config._attn_implementation = kernel
-    for module in whole.modules():
+    for module in hf_model.modules():
         if isinstance(inner := getattr(module, "config", None), PreTrainedConfig):
             inner._attn_implementation = kernel
-    children = {child: name for name, child in whole.named_children()}
-    base = whole.base_model
-    if base is whole:  # where the prefix names no child
-        base = next((child for child in children if isinstance(child, PreTrainedModel)), whole)
-    head, embedding = whole.get_output_embeddings(), base.get_input_embeddings()
+    children = {child: name for name, child in hf_model.named_children()}
+    base = hf_model.base_model
+    if base is hf_model:  # where the prefix names no child
+        base = next((child for child in children if isinstance(child, PreTrainedModel)), hf_model)
+    head, embedding = hf_model.get_output_embeddings(), base.get_input_embeddings()
     if base not in children or head not in children or not isinstance(head, nn.Linear):
         raise Unfit("its base model or its head is not found")
     inside = {module: name for name, module in base.named_modules()}
@@ -84,19 +85,19 @@ def take_apart(config: PreTrainedConfig, dtype: torch.dtype) -> Parts:
         blocks = next((each for each in lists if isinstance(each[0], GradientCheckpointingLayer)), None)
     if blocks is None or embedding not in inside:
         raise Unfit("its blocks or its embedding are not found")
-    own = [parameter for block in blocks for parameter in set(block.parameters())]
-    if len(own) > len(set(own)):
+    parameters = [parameter for block in blocks for parameter in set(block.parameters())]
+    if len(parameters) > len(set(parameters)):
         raise Unfit("its blocks share parameters")
     plan = list(getattr(config.get_text_config(), "base_model_pp_plan", None) or {})
     norm = plan[-1] if plan and plan[-1] in inside.values() and plan[-1] != inside[blocks] else ""
     put(base, inside[blocks], Blocks(list(blocks)))
     vectors, stacked = fill_buffers(base), stack_rows(base)
-    whole.tie_weights()
+    hf_model.tie_weights()
     names = Names(children[base], children[head], inside[embedding], inside[blocks], norm)
     prefix = f"{names.base}."
     vectors = {prefix + name: vector for name, vector in vectors.items()}
     stacked = {prefix + name: shape for name, shape in stacked.items()}
-    return Parts(whole, names, head.weight is embedding.weight, vectors, stacked)
+    return Parts(hf_model, names, head.weight is embedding.weight, vectors, stacked)
 
 
 def at(module: nn.Module, name: str) -> Any:
@@ -114,9 +115,9 @@ def put(module: nn.Module, name: str, child: nn.Module | nn.Parameter | None) ->
 
 def copy_module(module: Module) -> Module:
     """Returns another module of the same parts, with attributes, parts and hooks of its own."""
-    made = copy.copy(module)
-    vars(made).update({name: value.copy() for name, value in vars(made).items() if isinstance(value, dict)})
-    return made
+    copied = copy.copy(module)
+    vars(copied).update({name: value.copy() for name, value in vars(copied).items() if isinstance(value, dict)})
+    return copied
 
 
 def fill_buffers(base: PreTrainedModel) -> dict[str, Tensor]:
@@ -187,28 +188,28 @@ class _SameLogits(nn.Identity):
     weight = torch.empty(0)
 
 
-def find_finish(parts: Parts) -> tuple[Change | None, Change | None]:
+def find_logit_transform(parts: Parts) -> tuple[Transform | None, Transform | None]:
     """Returns the change that the family's own forward makes to its head's logits: as a change of hidden states before
     the head where that is the same (a scale: logits are many more numbers), else as a change of logits; None for no
     change."""
-    shell = copy_module(parts.whole)
+    shell = copy_module(parts.hf_model)
     setattr(shell, parts.names.base, _Stub(parts.base))
     setattr(shell, parts.names.head, _SameLogits())
 
-    def finish(logits: Tensor) -> Tensor:
+    def logit_transform(logits: Tensor) -> Tensor:
         return shell(inputs_embeds=logits[None], use_cache=False).logits[0]
 
     given = torch.linspace(-3, 40, 32, dtype=torch.float64).view(2, 16)
     with torch.no_grad():
         try:
-            made = finish(given).to(given.dtype)
+            output = logit_transform(given).to(given.dtype)
         except Exception as error:
             raise Unfit(f"what follows its head is not found ({type(error).__name__})") from None
-        if torch.equal(made, given):
+        if torch.equal(output, given):
             return None, None
-        factor = (made[0, 0] / given[0, 0]).item()
+        factor = (output[0, 0] / given[0, 0]).item()
         divisor = float(f"{1 / factor:.14g}")
         for scale in (lambda hidden: hidden / divisor, lambda hidden: hidden * factor):
-            if torch.equal(scale(given), made):
+            if torch.equal(scale(given), output):
                 return scale, None
-    return None, finish
+    return None, logit_transform

@@ -18,7 +18,7 @@ REASONS = {  # by the key or section that the advice changed
 }
 
 
-def write_advised(report: Report, path: Path) -> None:
+def write_recipe_file(report: Report, path: Path) -> None:
     """Writes the advised recipe to `path`. Raises RecipeError where nothing fits, or it cannot be written."""
     if report.advice.best is None:
         raise RecipeError(f"--write {path}: {report.advice.why}")

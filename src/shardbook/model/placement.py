@@ -1,6 +1,6 @@
-"""A model laid out on ranks: made from a recipe, a model's config and a number of ranks, before any memory is taken.
+"""A model placed on ranks: made from a recipe, a model's config and a number of ranks, before any memory is taken.
 
-Invariant: a run, its rehearsal, its simulation and its plan build it by `lay_out`, so all refuse the same recipes.
+Invariant: a run, its rehearsal, its simulation and its plan build it by `place_model`, so all refuse the same recipes.
 The model lies on the meta device, and no process group is needed.
 """
 
@@ -26,7 +26,7 @@ from shardbook.recipe import Recipe, RecipeError
 
 @dataclass(frozen=True)
 class World:
-    """The ranks that a model is laid out on, and which of them this is."""
+    """The ranks that a model is placed on, and which of them this is."""
 
     size: int
     ranks_per_node: int
@@ -46,7 +46,7 @@ class World:
 
 
 @dataclass(frozen=True)
-class LaidOut:
+class PlacedModel:
     """A recipe without `auto`, with its model and layout as one rank of a world has them."""
 
     recipe: Recipe
@@ -57,12 +57,14 @@ class LaidOut:
     model: CausalLM
     layout: Layout
 
-    def with_layers(self, layers: int) -> "LaidOut":
+    def with_layers(self, layers: int) -> "PlacedModel":
         """Returns this with its first `layers` layers."""
-        return lay_out(self.recipe, self.world, keep_layers(self.config, range(layers)), self.teacher)
+        return place_model(self.recipe, self.world, keep_layers(self.config, range(layers)), self.teacher)
 
 
-def lay_out(recipe: Recipe, world: World, config: PreTrainedConfig, teacher: PreTrainedConfig | None) -> LaidOut:
+def place_model(
+    recipe: Recipe, world: World, config: PreTrainedConfig, teacher: PreTrainedConfig | None
+) -> PlacedModel:
     """Returns `recipe` (without `auto`) with a model of `config` on `world`, beside a model of the config `teacher`.
     Raises RecipeError where attention, adapters, mesh or tiers do not fit the model, the device or each other."""
     asked, dtype = recipe.model.attention, DTYPES[recipe.precision.params]
@@ -72,23 +74,29 @@ def lay_out(recipe: Recipe, world: World, config: PreTrainedConfig, teacher: Pre
     else:
         attention = kernel_on_gpu(asked, demands)
     model = build_adapted(recipe, config, attention, teacher, world.rank, world.size)
-    return LaidOut(recipe, world, config, teacher, attention, model, layout_of(recipe, model, world))
+    return PlacedModel(recipe, world, config, teacher, attention, model, layout_of(recipe, model, world))
 
 
 def check_recipe(recipe: Recipe, config: PreTrainedConfig) -> None:
     """Raises RecipeError where `recipe` asks for something that the family of its model's `config` cannot do."""
-    found, said = check_family(config), f"model.path = {recipe.model.path!r}: family {config.model_type!r}"
-    if found.refused:
-        raise RecipeError(f"{said} cannot be trained: {found.refused}")
-    if found.apart and recipe.data.packing:
-        raise RecipeError(f"data.packing = true: family {config.model_type!r}: {found.apart}; set data.packing=false")
-    if recipe.parallel.cp_size > 1 and not found.splits_heads:
-        why = found.apart or f"its attention takes more than heads that ranks can share{found.demands}"
-        raise RecipeError(f"parallel.cp_size = {recipe.parallel.cp_size}: {said} cannot be split: {why}; set it to 1")
-    if recipe.parallel.pp_size > 1 and found.together:
-        raise RecipeError(f"parallel.pp_size = {recipe.parallel.pp_size}: {said}: {found.together}; set it to 1")
-    if recipe.generate.steps and found.uncached:
-        raise RecipeError(f"generate.steps: {said} continues no prompt: {found.uncached}; set generate.steps=0")
+    verdict, family = check_family(config), f"model.path = {recipe.model.path!r}: family {config.model_type!r}"
+    if verdict.refused:
+        raise RecipeError(f"{family} cannot be trained: {verdict.refused}")
+    if verdict.no_packing_reason and recipe.data.packing:
+        raise RecipeError(
+            f"data.packing = true: family {config.model_type!r}: {verdict.no_packing_reason}; set data.packing=false"
+        )
+    if recipe.parallel.cp_size > 1 and not verdict.can_split_heads:
+        why = verdict.no_packing_reason or f"its attention takes more than heads that ranks can share{verdict.demands}"
+        raise RecipeError(f"parallel.cp_size = {recipe.parallel.cp_size}: {family} cannot be split: {why}; set it to 1")
+    if recipe.parallel.pp_size > 1 and verdict.no_pipeline_reason:
+        raise RecipeError(
+            f"parallel.pp_size = {recipe.parallel.pp_size}: {family}: {verdict.no_pipeline_reason}; set it to 1"
+        )
+    if recipe.generate.steps and verdict.no_generation_reason:
+        raise RecipeError(
+            f"generate.steps: {family} continues no prompt: {verdict.no_generation_reason}; set generate.steps=0"
+        )
 
 
 def layout_of(recipe: Recipe, model: CausalLM, world: World, chosen: dict[Any, Any] | None = None) -> Layout:
@@ -113,7 +121,7 @@ def build_adapted(
         raise RecipeError(f"method = 'reward': transformers has no classifier of the family {config.model_type!r}")
     check_recipe(recipe, config)
     model = build_model(config, recipe.at_rest, chunk, attention, scores)
-    freeze(model, check_family(config).unreached)
+    freeze(model, check_family(config).without_gradient)
     if recipe.lora.r:
         apply_lora(model, recipe.lora, DTYPES[recipe.precision.frozen])
     if recipe.model.load_in_4bit:
