@@ -321,6 +321,35 @@ def test_names_say_what_a_thing_is():
     assert names_of_roles(ast.parse("def f(own):\n    said = own")) == ["said", "own"]
 
 
+# How many files name a feature in code: an axis, a tier or a method should be a file and few calls. None may grow; the aim
+# is 20. (What reads other programs' configurations has their words, and is not counted.)
+KNOWN_IN = {
+    r"(^|_)tp(_|$)|^TP(_|$|Group)|tensor_parallel": 31,
+    r"(^|_)cp(_|$)|^CP(_|$|Group)|context_parallel": 23,
+    r"(^|_)pp(_|$)|^PP(_|$)|pipeline": 35,
+    r"offload": 23,
+    r"lora|adapter": 25,
+    r"distill|teacher": 21,
+    r"zeropp|quantize_(weights|gradients)|secondary": 13,
+    r"nf4|4bit": 8,
+}
+
+
+def identifiers(tree: ast.Module) -> Iterator[str]:
+    """Every name in the code of a file, of modules that it imports too; no word of a docstring or a message."""
+    for node in ast.walk(tree):
+        for field in ("id", "attr", "arg", "name", "module"):
+            if isinstance(name := getattr(node, field, None), str):
+                yield from name.split(".")
+
+
+@pytest.mark.parametrize("words", KNOWN_IN)
+def test_a_feature_is_known_in_few_files(words):
+    files = [name for name, tree in TREES.items() if any(re.search(words, each) for each in identifiers(tree))]
+    files = [name for name in files if not name.startswith("translate/")]
+    assert len(files) <= KNOWN_IN[words], files
+
+
 def walk_of_a_save() -> set[str]:
     """The story, and the files in which a save lists, cuts, copies, writes and publishes tensors."""
     rooms, walk, files = ("run/checkpoint/", "parallel/boxes.py"), {"train.py"}, ["run/checkpoint/save.py"]
