@@ -321,8 +321,8 @@ def test_names_say_what_a_thing_is():
     assert names_of_roles(ast.parse("def f(own):\n    said = own")) == ["said", "own"]
 
 
-# How many files name a feature in code: an axis, a tier or a method should be a file and few calls. None may grow; the aim
-# is 20. (What reads other programs' configurations has their words, and is not counted.)
+# How many files name a feature in code: an axis, a tier or a method should be a file and few calls. None may grow; 20
+# are the aim. (What reads other programs' configurations has their words, and is not counted.)
 KNOWN_IN = {
     r"(^|_)tp(_|$)|^TP(_|$|Group)|tensor_parallel": 31,
     r"(^|_)cp(_|$)|^CP(_|$|Group)|context_parallel": 23,

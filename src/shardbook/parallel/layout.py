@@ -131,7 +131,7 @@ class Layout:
         in which they are sent. Small neighbours are joined; a unit above BUCKET_BYTES is alone, and with one replica,
         where nothing is sent, every unit is alone."""
         joined, room = list[list[Unit]](), 0
-        for unit in sorted(backward_order(self.units), key=lambda unit: unit.spans):
+        for unit in sorted(backward_order(self.units), key=lambda unit: unit.is_root_like):
             if not (size := unit.padded_numel(1, trained_only=True) * self.sum_dtype.itemsize):
                 continue
             if joined and size <= room:

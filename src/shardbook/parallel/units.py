@@ -42,7 +42,7 @@ class Unit:
     reshard_after_forward: bool  # freed after forward too; False for the last unit, whose backward comes next
     read_in_backward: bool  # gathered for backward; False for an embedding, whose gradient needs no weight
     in_block: bool  # it is a block, or inside one
-    spans: bool  # runs first and last (the root, or embedding and head in one), so it is never freed inside a pass
+    is_root_like: bool  # it runs first and last (the root, or embedding and head in one): not freed inside a pass
     forward_only: bool  # no backward reaches it
 
     @cached_property
@@ -153,7 +153,7 @@ def choose_units(
         is_lookup = all(isinstance(module, nn.Embedding) for module in modules)
         # Embedding and head in one unit are around all blocks. The one end that a pipeline stage may have is not.
         is_around = outer == [modules] and not is_lookup and modules != parts[-1]
-        spans = modules == [model] or is_around or fate == GATHERED
+        is_root_like = modules == [model] or is_around or fate == GATHERED
         units.append(
             Unit(
                 modules=tuple(modules),
@@ -165,11 +165,11 @@ def choose_units(
                 parameters=count_parameters(parameters),
                 reshard_after_backward=is_resharded,
                 reshard_after_forward=is_resharded
-                and not spans
+                and not is_root_like
                 and not (modules in outer[-1:] and modules == parts[-1]),
                 read_in_backward=not (fate or is_lookup),
                 in_block=modules[0] in in_blocks,
-                spans=spans,
+                is_root_like=is_root_like,
                 forward_only=bool(fate),
             )
         )
@@ -220,6 +220,6 @@ def backward_order(units: Sequence[Unit]) -> list[Unit]:
     place = {unit.modules[0]: number for number, unit in enumerate(units)}
     last_inside = [max((place[module] for module in place.keys() & unit.inside), default=0) for unit in units]
     reached = [n for n, unit in enumerate(units) if not unit.forward_only]
-    inner = [n for n in reached if not units[n].spans]
+    inner = [n for n in reached if not units[n].is_root_like]
     inner.sort(key=lambda n: (last_inside[n], -n), reverse=True)
-    return [units[n] for n in [*(n for n in reached if units[n].spans), *inner]]
+    return [units[n] for n in [*(n for n in reached if units[n].is_root_like), *inner]]

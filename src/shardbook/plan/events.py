@@ -175,19 +175,19 @@ class _Chunk:
 
         def leave(unit: Unit) -> Iterator[Event]:
             if unit.numel:
-                yield Event("compute", unit, () if unit.spans else self._exchanges(unit, inside, True))
+                yield Event("compute", unit, () if unit.is_root_like else self._exchanges(unit, inside, True))
             if unit.reshard_after_forward and not replicated:
                 yield from self._free(unit, now)
 
         for unit, ahead in order:
             if unit is self.first_block and self.is_first:
                 yield Event("exchange", None, inside.embedding[0])
-            while running and unit.modules[0] not in running[-1].inside and not running[-1].spans:
+            while running and unit.modules[0] not in running[-1].inside and not running[-1].is_root_like:
                 yield from leave(running.pop())
             # where each rank has all parameters they are cast at once
             yield from self._gather((each for each, _ in order) if replicated else (unit, *ahead), now, True)
             running.append(unit)
-        while running and not running[-1].spans:
+        while running and not running[-1].is_root_like:
             yield from leave(running.pop())
         if self.is_last:
             yield Event("exchange", None, inside.loss[0])
@@ -202,7 +202,7 @@ class _Chunk:
         def leave(unit: Unit) -> Iterator[Event]:
             if not unit.numel:
                 return
-            yield Event("compute", unit, () if unit.spans else self._exchanges(unit, inside, False))
+            yield Event("compute", unit, () if unit.is_root_like else self._exchanges(unit, inside, False))
             if not layout.is_replicated and unit.reshards_after_backward(is_last):
                 yield from self._free(unit, now)
             if layout.is_replicated or not layout.stage.syncs(is_last):
@@ -231,7 +231,7 @@ class _Chunk:
             while running and unit.modules[0] not in running[-1].inside:
                 yield from leave(running.pop())
             yield from self._gather((unit, *ahead), now, False)
-            (late if unit.spans or unit in unreached else running).append(unit)
+            (late if unit.is_root_like or unit in unreached else running).append(unit)
         if has_loss:
             yield Event("exchange", None, inside.loss[1])
         while running:

@@ -51,7 +51,7 @@ class ShardedBytes:
             if unit is None:
                 continue
             trained, grads = (unit.padded_numel(ranks, trained_only=True) for ranks in (shards, 1))
-            if what == "gather" and unit.spans and is_forward:  # added_up for at once
+            if what == "gather" and unit.is_root_like and is_forward:  # added_up for at once
                 last_gather = unit.padded_numel(shards) * self.compute
                 self.gathered += last_gather
             elif what == "gather":
@@ -129,9 +129,9 @@ class CopiedBytes(ShardedBytes):
         self, action: Action, events: Sequence[Event], named: Container[Unit | None]
     ) -> Iterator[tuple[str, Unit | None, MemoryState]]:
         units = dict.fromkeys(unit for _, unit, _ in events if unit)
-        if not action.is_forward:  # what spans the pass begins with the last norm, before all others
+        if not action.is_forward:  # a root-like unit begins with the last norm, before all others
             yield "backward of the loss", None, (self.sums, self.gathered, 0, 0)
-            self._begin(unit for unit in units if unit.spans)
+            self._begin(unit for unit in units if unit.is_root_like)
             yield "start of backward", None, (self.sums, self.gathered, 0, 0)
         for what, unit, _ in events:
             if unit is None:

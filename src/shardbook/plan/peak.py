@@ -55,8 +55,8 @@ def _moments(layout: Layout, chunk: int, units: Sequence[Unit], work: Activation
     """Returns the moments of a chunk of layers with these `units` at which a pass may be fullest: the loss, backward of
     the head, of the last blocks, of the first ones, and of the last unit, and the end."""
     order, pipeline = [unit for unit in units if unit.numel], layout.pipeline
-    spanning = [unit for unit in order if unit.spans and not unit.forward_only]
-    back = [unit for unit in backward_order(order) if not unit.spans]
+    spanning = [unit for unit in order if unit.is_root_like and not unit.forward_only]
+    back = [unit for unit in backward_order(order) if not unit.is_root_like]
     by_head = [unit for unit in back[:1] if any(shape[0] in (vocabulary, 1) for shape in unit.shapes)]
     blocks = [unit for unit in back if unit not in by_head and unit.read_in_backward]
     # the head's gradient, which waits for the embedding's

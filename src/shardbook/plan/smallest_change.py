@@ -41,7 +41,8 @@ def _changes(layout: Layout, recipe: Recipe, has_more: bool) -> Iterator[tuple[s
     data_ranks = layout.replicas * layout.shards
     if not layout.stage.reshard_after_forward and data_ranks > 1:
         units = tuple(
-            replace(unit, reshard_after_backward=True, reshard_after_forward=not unit.spans) for unit in layout.units
+            replace(unit, reshard_after_backward=True, reshard_after_forward=not unit.is_root_like)
+            for unit in layout.units
         )
         sizes = layout.sizes | dict.fromkeys(DATA_AXES, 1) | {DP_SHARD: data_ranks}
         yield "parallel.stage=zero3", replace(layout, stage=find_stage("zero3"), sizes=sizes, units=units), recipe

@@ -240,8 +240,8 @@ def exposed_seconds(
     for number, (action, events) in enumerate(step_passes(layout, micros, 1 + more)):
         asked, arrivals, reductions = dict[Unit, float](), dict[Unit, float](), list[tuple[float, float, Unit | None]]()
         began = gpu
-        if not action.is_forward:  # of what spans the pass the head is first, and the lookup at the end takes no time
-            heads = [unit for unit in layout.chunks[action.chunk].units if unit.spans and unit.read_in_backward]
+        if not action.is_forward:  # of root-like units the head is first, and the lookup at the end takes no time
+            heads = [unit for unit in layout.chunks[action.chunk].units if unit.is_root_like and unit.read_in_backward]
             gpu += backward * sum(unit.parameters for unit in heads) / parameters
             note(number, "backward", heads[0] if heads else None, began, gpu)
         for what, unit, sends in events:
@@ -258,7 +258,7 @@ def exposed_seconds(
                 if action.is_forward:
                     gpu += forward * unit.parameters / everything * (unit.read_in_backward or unit.forward_only)
                 else:
-                    gpu += backward * unit.parameters / parameters * (unit.read_in_backward and not unit.spans)
+                    gpu += backward * unit.parameters / parameters * (unit.read_in_backward and not unit.is_root_like)
                 note(number, "forward" if action.is_forward else "backward", unit, began, gpu)
             elif sends and what == "gather" and unit:
                 asked[unit] = seconds(sends)

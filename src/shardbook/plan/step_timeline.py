@@ -57,7 +57,7 @@ def name_units(layout: Layout) -> dict[Unit | None, tuple[int, str]]:
     names: dict[Unit | None, tuple[int, str]] = {None: (0, "several blocks")}
     blocks = 0
     for unit in layout.units:
-        if any(unit.is_block_matrix) and not unit.spans:
+        if any(unit.is_block_matrix) and not unit.is_root_like:
             blocks += 1
             names[unit] = blocks, f"block {blocks}"
         else:
