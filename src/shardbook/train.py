@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 
 from shardbook.model.placement import World
-from shardbook.optim import clip_gradients, learning_rate, set_learning_rate
-from shardbook.parallel.pipeline import run_step
+from shardbook.optim import learning_rate, set_learning_rate
+from shardbook.optim.clip import clip_gradients
+from shardbook.parallel.step import run_step
 from shardbook.ranks.distributed import (
     Ranks,
     broadcast_from_main,

@@ -142,7 +142,8 @@ def build(keys, ranks):
     from shardbook.model.causal_lm import build_model, materialize
     from shardbook.model.weights import init_weights
     from shardbook.objectives.sft import sft_loss
-    from shardbook.optim import build_optimizer, clip_gradients
+    from shardbook.optim import build_optimizer
+    from shardbook.optim.clip import clip_gradients
     from shardbook.parallel.layout import build_layout
     from shardbook.parallel.mesh import build_mesh
     from shardbook.parallel.sharding import apply_stage

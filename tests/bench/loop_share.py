@@ -43,7 +43,7 @@ def rank(words: list[str]) -> int:
     sys.path.append(str(ROOT / "tests" / "support"))
     from planted import replace
 
-    from shardbook.optim import clip_gradients
+    from shardbook.optim.clip import clip_gradients
     from shardbook.run import prepare
     from shardbook.train import main
 

@@ -29,7 +29,7 @@ from shardbook.memory.tiers import RING
 from shardbook.model.causal_lm import build_model
 from shardbook.model.weights import init_weights
 from shardbook.objectives.sft import sft_loss
-from shardbook.optim import clip_gradients
+from shardbook.optim.clip import clip_gradients
 from shardbook.optim.elementwise import step_adamw
 from shardbook.parallel.layout import build_layout
 from shardbook.parallel.mesh import build_mesh

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import get_total_norm
 
 from shardbook.model.loss_head import LossHead
-from shardbook.optim import gradient_norm
+from shardbook.optim.clip import gradient_norm
 from shardbook.parallel.library import shard_model
 
 OUT = Path(__file__).parents[2] / "docs" / "benchmarks" / "parts.json"

@@ -42,7 +42,7 @@ def rank_1_at_its_rows():
 
 
 def stop_in_the_clip(*ranks):
-    from shardbook.optim import clip_gradients
+    from shardbook.optim.clip import clip_gradients
 
     replace(clip_gradients, stopping(clip_gradients, ranks))
 
@@ -142,7 +142,7 @@ def test_a_stopped_rank_that_nobody_names_turns_it_red(recipe, tmp_path):
 
 def take_long():
     """The first step, a checkpoint and each evaluation take longer than the limit; no held-out micro-batch does."""
-    from shardbook.optim import clip_gradients
+    from shardbook.optim.clip import clip_gradients
     from shardbook.run import prepare
     from shardbook.run.checkpoint import save
 

@@ -42,7 +42,7 @@ def test_a_rank_that_is_not_heard_of(recipe, tmp_path, frozen):
 
 def dawdle():
     """Rank 0 ends later than its peer by more than the limit, and rank 1 takes its second step so late."""
-    from shardbook.optim import clip_gradients
+    from shardbook.optim.clip import clip_gradients
     from shardbook.run.directory import RunDirectory
 
     finish, steps = RunDirectory.finish, []

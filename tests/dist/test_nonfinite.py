@@ -27,8 +27,8 @@ def plant(kind):
     import torch.distributed as dist
 
     from shardbook.memory.host_adamw import HostAdamW
-    from shardbook.optim import clip_gradients
-    from shardbook.parallel.pipeline import MicroBatchRunner
+    from shardbook.optim.clip import clip_gradients
+    from shardbook.parallel.step import MicroBatchRunner
     from shardbook.run.build import allocate_state
 
     accumulate, forward = HostAdamW._accumulate, MicroBatchRunner.forward

@@ -90,7 +90,7 @@ def a_backward_breaks():
     """In the middle of a model, whose first and last chunk of layers are then asked for a forward."""
     import torch
 
-    from shardbook.parallel.pipeline import run_step
+    from shardbook.parallel.step import run_step
     from shardbook.ranks.exits import RunFailed
 
     def break_in_the_middle(sharded, micros, loss_function, device, *mark):

@@ -184,7 +184,7 @@ def stop_after_step_3(rank_that_is_told, words):
     """SIGTERM to one rank in the middle of step 3; both must finish that step, save, and leave with 75."""
     import signal
 
-    from shardbook.optim import clip_gradients
+    from shardbook.optim.clip import clip_gradients
 
     calls = []
 

@@ -15,7 +15,7 @@ STEADY = ("train.deterministic=true", "train.gradient_accumulation_steps=2", "pr
 
 def train_with_third(words):
     """A rank of whose third step one number of a gradient is not finite."""
-    from shardbook.optim import clip_gradients
+    from shardbook.optim.clip import clip_gradients
 
     begun = itertools.count(1)
 

@@ -115,7 +115,7 @@ def no_sync_on_the_last_micro():
 def local_gradient_norm():
     import torch
 
-    from shardbook.optim import clip_gradients
+    from shardbook.optim.clip import clip_gradients
 
     def local(parameters, limit):
         parameters = [p for p in parameters if p.grad is not None]
@@ -131,7 +131,7 @@ def clip_before_reduce():
     """Each rank clips what it is about to send, and nobody clips the sum."""
     import torch.distributed as dist
 
-    from shardbook.optim import clip_gradients
+    from shardbook.optim.clip import clip_gradients
 
     replace(clip_gradients, lambda parameters, limit: clip_gradients(parameters, 0))
     name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
@@ -292,9 +292,9 @@ def norm_skips_what_is_cut_twice():
     """torch's placement of it says that it is no shard. Loss and gradient exact, the norm 33% too small."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    from shardbook import optim
+    from shardbook.optim import clip
 
-    real = optim.gradient_norm
+    real = clip.gradient_norm
 
     def gradient_norm(gradients, **more):
         _StridedShard.is_replicate = lambda placement: True
@@ -302,16 +302,16 @@ def norm_skips_what_is_cut_twice():
         del _StridedShard.is_replicate  # its own, not the inherited one
         return found
 
-    optim.gradient_norm = gradient_norm
+    clip.gradient_norm = gradient_norm
 
 
 @planted_in("zero3", 1, 1, clips=True, tp=2)
 def norm_counts_uncut_on_each_rank():
     """Loss and gradient exact, the norm 0.2% too large."""
-    from shardbook import optim
+    from shardbook.optim import clip
 
-    real = optim.gradient_norm
-    optim.gradient_norm = lambda gradients, **more: real(
+    real = clip.gradient_norm
+    clip.gradient_norm = lambda gradients, **more: real(
         gradients + [each for each in gradients if "tp" not in each.device_mesh.mesh_dim_names], **more
     )
 
@@ -465,7 +465,7 @@ def tensor_ranks_shuffle_alone():
 @planted_in("zero3", 1, 1, micros=3, pp=2)
 def gradients_scaled_by_micros():
     """The loss that is shown is divided, that of which gradients are taken is not."""
-    from shardbook.parallel.pipeline import run_step
+    from shardbook.parallel.step import run_step
 
     def run_scaled(sharded, micros, loss_function, device, *mark):
         def scaled(*given):
@@ -495,7 +495,7 @@ def activations_of_the_micro_before():
 @planted_in("zero2", 1, 1, micros=3, pp=2)
 def slopes_of_another_micro():
     """Of two micro-batches on their way the last is taken first. In the first step the loss is exact."""
-    from shardbook.parallel.pipeline import MicroBatchRunner
+    from shardbook.parallel.step import MicroBatchRunner
 
     real = MicroBatchRunner.backward
 
@@ -511,7 +511,7 @@ def slopes_of_another_micro():
 @planted_in("zero1", 1, 2, micros=3, pp=2)
 def reduced_after_the_last_forward():
     """The last backward of a step told by the forwards, as in a loop without stages: gradients right, bytes more."""
-    from shardbook.parallel.pipeline import MicroBatchRunner
+    from shardbook.parallel.step import MicroBatchRunner
 
     real, seen = (MicroBatchRunner.forward, MicroBatchRunner.backward), []
     MicroBatchRunner.forward = lambda passes, action, *more: (
@@ -548,10 +548,10 @@ def tied_ends_summed_in_one_alone():
 @planted_in("zero3", 1, 1, clips=True, tied=False, pp=2)
 def norm_of_own_layers_alone():
     """Each stage of the model scales by a norm of its own."""
-    from shardbook import optim
+    from shardbook.optim import clip
 
-    real = optim.gradient_norm
-    optim.gradient_norm = lambda gradients, known=None, group=None: real(gradients, known)
+    real = clip.gradient_norm
+    clip.gradient_norm = lambda gradients, known=None, group=None: real(gradients, known)
 
 
 @planted_in("zero3", 1, 1, clips=True, pp=2)

@@ -201,7 +201,7 @@ def run_case(settings, recipe: Path, ranks, case: Case) -> Outcome:
     from shardbook import train
     from shardbook.axes import WORLD
     from shardbook.comm.ledger import Ledger, sent_between_nodes
-    from shardbook.optim import clip_gradients
+    from shardbook.optim.clip import clip_gradients
     from shardbook.parallel.sharding import apply_stage
     from shardbook.plan.formulas import predict_resident
     from shardbook.run.log.console import Console

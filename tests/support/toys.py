@@ -167,7 +167,8 @@ def train_toy(
 
     import torch.distributed as dist
 
-    from shardbook.optim import build_optimizer, clip_gradients
+    from shardbook.optim import build_optimizer
+    from shardbook.optim.clip import clip_gradients
     from shardbook.parallel.mesh import build_mesh
     from shardbook.parallel.sharding import apply_stage
     from shardbook.recipe import Optim

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardbook.axes import ACROSS, DP_SHARD, INSIDE
+from shardbook.comm.collectives import all_gather
 from shardbook.comm.quantize import dequantize, quantize
 from shardbook.comm.torch_private import AllGather, ReduceScatter, secondary_meshes_through
 
@@ -127,14 +128,3 @@ def share_secondary_mesh() -> contextlib.AbstractContextManager[None]:
         return buffers[key]
 
     return secondary_meshes_through(get)
-
-
-def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
-    # Looked up at each call: the ledger replaces these functions while it is open.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch before 2.13
-    gather(output, shard, group=group)
-
-
-def reduce_scatter(output: Tensor, full: Tensor, group: dist.ProcessGroup) -> None:
-    reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # torch before 2.13
-    reduce(output, full, group=group)

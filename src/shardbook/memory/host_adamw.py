@@ -1,5 +1,6 @@
-"""AdamW on the host (CPU offload): masters, moments and gradient sums lie in host memory or on a disk; a thread steps
-them while the device goes on (ZeRO-Offload, arXiv 2101.06840, section 4; ZeRO-Infinity, arXiv 2104.07857, section 5).
+"""AdamW on the host (CPU offload, DeepSpeed's CPUAdam): masters, moments and gradient sums lie in host memory or on a
+disk; a thread steps them while the device goes on (ZeRO-Offload, arXiv 2101.06840, section 4; ZeRO-Infinity, arXiv
+2104.07857, section 5).
 
 Invariant: the bits of torch's fused AdamW over the same shards on a CPU: a tier changes where bytes lie and who waits
 for whom, never a number. No unit is stepped before the norm of all gradients is known; an all-gather, prefetched ones
@@ -32,7 +33,8 @@ from shardbook.memory.direct_io import DirectFile, page_buffer
 from shardbook.memory.host_state import ALIGN, FP32, STAGINGS, STATE, OffloadedUnit, moved_bytes
 from shardbook.memory.tiers import DiskState, build_tier, own_stream
 from shardbook.model.causal_lm import CausalLM, materialize
-from shardbook.optim import gradient_norm, parameter_groups, squares_of
+from shardbook.optim import parameter_groups
+from shardbook.optim.clip import gradient_norm, squares_of
 from shardbook.optim.elementwise import step_adamw
 from shardbook.optim.table import adamw_settings
 from shardbook.parallel.layout import Layout

@@ -1,5 +1,5 @@
-"""Tensor parallel of a model: which parameters are sharded (transformers' own plan of a family, as data, and embedding
-and head), and the limits that heads and widths set.
+"""Applies tensor parallel to a model: which parameters are sharded, by columns or by rows (transformers' own plan of a
+family, as data, and embedding and head), and the limits that heads and widths set.
 
 A matrix whose heads cannot be split evenly stays whole on every rank, and each rank computes its own heads of it.
 """

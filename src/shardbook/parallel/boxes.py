@@ -120,7 +120,8 @@ def assign_writes(
     held: Iterable[tuple[str, Tensor, int]], sizes: dict[str, int], rank: int, tied: AbstractSet[str] = frozenset()
 ) -> tuple[set[str], int]:
     """Returns the names of the tensors whose part this rank writes, and the bytes of those of which it has the first
-    copy: summed over ranks these are the bytes that must be written.
+    copy: summed over ranks these are the bytes that must be written. (Of replicas one is saved: what a save plan of
+    torch's distributed checkpoints calls deduplication.)
 
     `held`: name, tensor and bytes of its part of each tensor, in an order that is the same on all ranks with that part.
     `sizes`: of the layout's axes. `tied`: names of tensors that the first and the last pipeline stage have. Among the

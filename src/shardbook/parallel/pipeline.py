@@ -1,18 +1,14 @@
 """Pipeline parallel: a model's layers on ranks one after another, with micro-batches passed from one to the next.
 
-A step runs the table of schedule.py (gpipe, 1f1b, interleaved) action by action: receive, compute, send. Inside, every
-ZeRO stage gathers and reduces as without a pipeline, since each backward is told what it reduces and frees; with one
-pipeline stage the table is the plain loop. Invariant: ranks along pp see the same rows; only the last stage computes a
-loss, the others return zero. Activations and gradients pass each link in groups of their own: in one group, whose
-messages pass in order, they can wait for each other for ever (test_schedule.py). A rank posts a receive only
-when all work before it is launched: over NCCL a receive holds the device until its message comes, and work that is
-launched later may wait for the device (a kernel that is loaded, memory that is given back), so the message may be
-waiting for that very work.
-"""
+The links of a rank to its neighbours; step.py runs forward and backward between them, in the order of schedule.py's
+table. Invariant: ranks along pp see the same rows. Activations and gradients pass each link in groups of their own: in
+one group, whose messages pass in order, they can wait for each other for ever (test_schedule.py). A rank posts a
+receive only when all work before it is launched: over NCCL a receive holds the device until its message comes, and work
+that is launched later may wait for the device (a kernel that is loaded, memory that is given back), so the message may
+be waiting for that very work."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,10 +20,7 @@ from shardbook.axes import PP, PP_BACKWARD, PP_ENDS, PP_FORWARD
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.local_tensors import local_part
 from shardbook.parallel.mesh import ranks_along
-from shardbook.parallel.schedule import Action, Pipeline
-
-# (model, micro-batch) -> [1 + metrics]: the loss, which has the gradient, first
-LossFunction = Callable[[Any, Any], Tensor]
+from shardbook.parallel.schedule import Pipeline
 
 
 class RecvBuffer(NamedTuple):
@@ -161,106 +154,3 @@ def build_pipeline_links(layout: Layout, mesh: DeviceMesh) -> PipelineLinks | No
             ends = group if rank in (column[0], column[-1]) else ends
     stream = torch.cuda.Stream() if mesh.device_type == "cuda" else None
     return PipelineLinks(pipeline, mesh.get_group(PP), ends, to, by, stream)
-
-
-class MicroBatchRunner:
-    """The micro-batches of a step, or of an evaluation, on their way through the layers of one rank."""
-
-    def __init__(self, sharded: Any, loss_function: LossFunction, device: torch.device):
-        self.links, self.layout, self.chunks = sharded.links, sharded.layout, sharded.chunks
-        self.loss_function, self.device = loss_function, device
-        # (chunk, micro-batch) -> its input from the stage before, and its output
-        self.outputs: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
-
-    def make_recv_buffer(self, action: Action | None, micros: Sequence[Any]) -> RecvBuffer | None:
-        """Allocates the receive buffer of the message that `action` needs; None where it needs none."""
-        pipeline = self.layout.pipeline
-        if action is None or (pipeline.is_first if action.is_forward else pipeline.is_last)(action.chunk):
-            return None
-        shape, tp_size = micros[action.micro].input_ids.shape, self.layout.tp_size
-        around = shape if tp_size == 1 else (1, shape.numel() // tp_size)
-        width = self.chunks[action.chunk].model.config.hidden_size
-        tensor = torch.empty(*around, width, dtype=self.layout.dtype("params"), device=self.device)
-        return self.links.make_recv_buffer(tensor, action.is_forward)
-
-    def post_recv(self, buffer: RecvBuffer | None) -> tuple[dist.Work, Tensor] | None:
-        return self.links.post_recv(buffer) if buffer else None
-
-    def forward(self, action: Action, micro: Any, received: tuple[dist.Work, Tensor] | None) -> Tensor:
-        """Runs a chunk's forward on `micro`, and on `received` from the stage before. Returns its output, which is sent
-        to the next stage; from the last stage the output is the terms of the loss, which are not sent."""
-        model, hidden = self.chunks[action.chunk].model, _wait_received(received)
-        if hidden is not None:
-            hidden.requires_grad_(torch.is_grad_enabled())
-        micro = micro.to(self.device)
-        if self.layout.pipeline.is_last(action.chunk):
-            output = self.loss_function(model if hidden is None else partial(model, hidden=hidden), micro)
-        else:
-            output = model(micro, hidden=hidden)
-            self.links.send(output.detach(), is_forward=True)
-        self.outputs[action.chunk, action.micro] = hidden, output
-        return output
-
-    def backward(self, action: Action, is_last: bool, received: tuple[dist.Work, Tensor] | None) -> Tensor:
-        """Runs a chunk's backward: takes the gradient of its output, `received` from the next stage, and sends that of
-        its input to the stage before. Returns the terms of the loss; zero from a chunk that is not the last stage."""
-        (hidden, output), grad_output = self.outputs.pop((action.chunk, action.micro)), _wait_received(received)
-        with self.chunks[action.chunk].micro_batch(is_last):
-            if grad_output is None:
-                output[0].backward()
-            else:
-                output.backward(grad_output)
-        if hidden is not None:
-            assert hidden.grad is not None
-            self.links.send(hidden.grad, is_forward=False)
-        return output.detach() if grad_output is None else output.new_zeros((), dtype=torch.float32)
-
-
-def _wait_received(received: tuple[dist.Work, Tensor] | None) -> Tensor | None:
-    if received is None:
-        return None
-    work, tensor = received
-    work.wait()
-    return tensor
-
-
-def run_step(
-    sharded: Any,
-    micros: Sequence[Any],
-    loss_function: LossFunction,
-    device: torch.device,
-    mark: Callable[[str], None] = lambda doing: None,
-) -> list[Tensor]:
-    """Runs forward and backward of all `micros` (data/loader.py's) of a step; then gradients are complete. Returns for
-    each backward the terms of its micro-batch, [1 + metrics], or a zero where this rank has not the last stage. `mark`
-    is told of progress in words: of backwards, where a rank has several chunks of layers. An action's receive is posted
-    once the action before it is launched, into a buffer allocated before that."""
-    sharded.begin_step()
-    passes, table = MicroBatchRunner(sharded, loss_function, device), sharded.layout.pipeline.actions(len(micros))
-    received, terms = passes.post_recv(passes.make_recv_buffer(table[0], micros)), list[Tensor]()
-    mark("in micro-batch 1")
-    for action, following in zip(table, [*table[1:], None], strict=True):
-        buffer = passes.make_recv_buffer(following, micros)
-        if action.is_forward:
-            passes.forward(action, micros[action.micro], received)
-        else:
-            terms.append(passes.backward(action, action.micro == len(micros) - 1, received))
-            mark(f"in micro-batch {len(terms) + 1}")
-        received = passes.post_recv(buffer)
-    if sharded.links:
-        sharded.links.finish()
-        sharded.links.sum_tied(sharded.model)
-    mark("after its last micro-batch")
-    return terms
-
-
-def run_forward(sharded: Any, micro: Any, loss_function: LossFunction, device: torch.device) -> Tensor:
-    """Returns the terms of a micro-batch, without a backward; zero on a rank without the last stage."""
-    passes, terms = MicroBatchRunner(sharded, loss_function, device), torch.zeros((), device=device)
-    for chunk in range(len(sharded.chunks)):
-        action = Action(True, chunk, 0)
-        output = passes.forward(action, micro, passes.post_recv(passes.make_recv_buffer(action, [micro])))
-        terms = output if sharded.layout.pipeline.is_last(chunk) else terms
-    if sharded.links:
-        sharded.links.finish()
-    return terms

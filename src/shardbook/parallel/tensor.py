@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardbook.arithmetic import ceil_div
 from shardbook.axes import TP
-from shardbook.comm.zeropp_collectives import all_gather, reduce_scatter
+from shardbook.comm.collectives import all_gather, reduce_scatter
 from shardbook.parallel.local_tensors import local_part
 from shardbook.parallel.units import FULL_NUMEL, TP_SHARDED
 

@@ -67,7 +67,7 @@ class ActivationBytes:
         return self.held(chunk) + self.around(pipeline, chunk) + self.loss_kept * pipeline.is_last(chunk)
 
 
-def count_work(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> ActivationBytes:
+def count_activation_bytes(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> ActivationBytes:
     """Returns the bytes of a micro-batch of full rows (data.max_length). With a budget, and compiled, it is fewer."""
     dtype, pipeline, budget = layout.dtype("params"), layout.pipeline, recipe.activation.budget
     itemsize, hidden = dtype.itemsize, config.hidden_size

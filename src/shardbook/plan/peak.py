@@ -17,7 +17,7 @@ from shardbook.memory.host_state import fetched_bytes
 from shardbook.model.attention import head_size, heads_of
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.units import Unit, backward_order
-from shardbook.plan.activation_bytes import FP32, ActivationBytes, count_work, forward_bytes
+from shardbook.plan.activation_bytes import FP32, ActivationBytes, count_activation_bytes, forward_bytes
 from shardbook.plan.events import step_passes
 from shardbook.plan.formulas import predict_gathered_peak, predict_resident, predict_secondary
 from shardbook.plan.memory_replay import CopiedBytes, ShardedBytes
@@ -94,7 +94,7 @@ def _moments(layout: Layout, chunk: int, units: Sequence[Unit], work: Activation
 def predict_moments(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> dict[str, Peak]:
     """Returns the bytes at the moments where a step can be fullest, in order, by name: of its first two micro-batches
     and its last, and the fullest of all."""
-    work, state = count_work(layout, config, recipe), predict_resident(layout, 0, recipe.optim.name)
+    work, state = count_activation_bytes(layout, config, recipe), predict_resident(layout, 0, recipe.optim.name)
     micros, pipeline, tp_size = recipe.train.gradient_accumulation_steps, layout.pipeline, layout.tp_size
     of_chunks = [
         _moments(layout, number, chunk.units, work, ceil_div(config.vocab_size, tp_size))

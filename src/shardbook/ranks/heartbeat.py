@@ -1,5 +1,5 @@
-"""The heartbeat: a rank that vanishes, fails or hangs ends the others in bounded time, with a line that names it, and a
-launcher that is killed ends its ranks.
+"""The heartbeat, a watchdog: a rank that vanishes, fails or hangs ends the others in bounded time, with a line that
+names it, and a launcher that is killed ends its ranks.
 
 A machine that loses its link or its power closes no connection, and NCCL notices no closed one, so the others would
 wait for their time limit. Invariant: a rank counts as lost, or hung, only after seconds without a new beat, or without

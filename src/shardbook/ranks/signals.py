@@ -1,5 +1,8 @@
 """Signals: a request to stop a rank, which counts from its program's first line on, before torch is imported.
 
+SIGTERM and SIGUSR1 reach a rank from its launcher; a step's sum of flags (run/step_flags.py) tells all ranks, so that
+the loop of train.py ends with this step, saves, and its process exits with 75 (PREEMPTED of exits.py).
+
 Invariant: nothing is listened to before a rank's program asks for it. A first signal only asks; the files that a second
 one leaves are whole, since nothing that is published is ever open.
 """

@@ -1,5 +1,5 @@
-"""Contradictions between keys: one table of rules, which a recipe checks when it loads. Plan, translate, comparisons,
-the library and the docs' matrix check the same table.
+"""Contradictions between keys, incompatible ones: one table of rules, which a recipe checks when it loads. Plan,
+translate, comparisons, the library and the docs' matrix check the same table.
 
 Invariant: each contradiction between keys that shows without a machine, model or file is one row of RULES and is stated
 nowhere else, except contradictions inside one section, which its own validator finds. All rows that a recipe breaks are

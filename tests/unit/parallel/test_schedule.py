@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardbook.parallel.pipeline import MicroBatchRunner, PipelineLinks, run_forward, run_step
+from shardbook.parallel.pipeline import PipelineLinks
 from shardbook.parallel.schedule import Action, Pipeline, actions, bubble, in_flight
+from shardbook.parallel.step import MicroBatchRunner, run_forward, run_step
 
 PLAIN = [
     (schedule, ranks, micros, 1)

@@ -44,8 +44,9 @@ def bytes_of_stage(words, stage):
     from shardbook.objectives import build_objective
     from shardbook.parallel.layout import build_layout
     from shardbook.parallel.mesh import build_mesh
-    from shardbook.parallel.pipeline import PipelineLinks, run_step
+    from shardbook.parallel.pipeline import PipelineLinks
     from shardbook.parallel.sharding import apply_stage
+    from shardbook.parallel.step import run_step
     from shardbook.plan import simulate
     from shardbook.plan.peak import predict_peak
 

@@ -148,8 +148,9 @@ def facts_of_ranks(side: Path, ranks: int) -> dict[str, Facts]:
 def publish(
     side: Path, step: int, state: dict[str, Any], written: dict[str, Facts], keep: int, check_held: Callable[[], None]
 ) -> None:
-    """Completes and publishes a checkpoint in which every rank has `written` its files, then removes all but the `keep`
-    newest (0: keeps all). `check_held` raises where the run's lock is another launch's by now."""
+    """Completes a checkpoint in which every rank has `written` its files, publishes it by one atomic rename, then
+    removes all but the `keep` newest (0: keeps all). `check_held` raises where the run's lock is another launch's by
+    now."""
     folder, text = side.parent, json.dumps(state, indent=1).encode()
     path = folder / name_of(step)
     disk.write_file(side / STATE, text)

@@ -6,8 +6,8 @@ from shardbook.arithmetic import is_due
 from shardbook.data.loader import Batching, eval_micro_batches
 from shardbook.data.tokenized import Documents
 from shardbook.objectives import Objective
-from shardbook.parallel.pipeline import run_forward
 from shardbook.parallel.sharding import ShardedModel
+from shardbook.parallel.step import run_forward
 from shardbook.ranks.distributed import Ranks, sum_over_ranks
 from shardbook.ranks.progress import mark_each
 from shardbook.run.eval.generate import Generation

@@ -121,7 +121,7 @@ class Pending:
 
 
 class NotFinite(RunFailed):
-    """The error of a step with a number that is not finite. All ranks raise it at the same place."""
+    """The error of a step with a number that is not finite (NaN or infinity). All ranks raise it at the same place."""
 
 
 class StepLog(contextlib.AbstractContextManager["StepLog"]):
