@@ -161,6 +161,7 @@ NAMED = {  # what a run refuses before a model is built or weights are fetched: 
     ),
     "template-file": (["data.chat_template={out}/absent.jinja"], ["data.chat_template", "absent.jinja", "cannot be"]),
     "model": (["model.path={out}/nowhere"], ["model.path = ", "nowhere': no such directory, and not a hub id"]),
+    "model-file": (["model.path={out}/lora/adapter_config.json"], ["/lora/adapter_config.json': is a file; must be a"]),
     "model-hub": (["model.path=no/where"], ["model.path = 'no/where': the hub did not give it", "HF_TOKEN"]),
     "model-value": (["model.path={out}/wrong", *RANDOM], ["'{out}/wrong': no usable config.json: hidden_size = 30 ("]),
     "model-weights": (
@@ -218,6 +219,10 @@ EARLY = {  # what a command refuses before torch is imported: its words, and par
     "plan-recipe": (
         ["plan", "llama8b-fspd"],
         ["recipe 'llama8b-fspd': no such file or name; close to it: llama8b-fsdp"],
+    ),
+    "recipe-folder": (
+        ["train", "{out}"],
+        ["recipe '{out}': is a folder; must be a .toml file, or the name of a shipped"],
     ),
     "plan-gpu": (["plan", "--model", "qwen3-8b", "--gpu", "a100-40"], ["did you mean a100-40gb or a100-80gb?"]),
     "plan-gpus": (["plan", "llama8b-fsdp", "--gpus", "-4"], ["--gpus -4: must be at least 1"]),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-sys.path[:0] = [str(folder) for folder in Path(__file__).parents[:2]]
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import conftest  # noqa: F401  # offline, caches of its own
 import context_cases

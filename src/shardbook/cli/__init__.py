@@ -42,7 +42,13 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     raw = argparse.RawDescriptionHelpFormatter
     add = command("train", "run a recipe on this machine", formatter_class=raw, epilog=f"keys of a recipe:{keys}")
     add("recipe", help="a name (see `shardbook recipes`) or a .toml file")
-    add("overrides", nargs="*", metavar="section.key=value", help="keys to change, e.g. optim.learning_rate=1e-5")
+    add(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="section.key=value",
+        help="keys to change, e.g. optim.learning_rate=1e-5",
+    )
     add("--nproc", type=int, help="ranks to start (default: what a fixed mesh needs, else all GPUs, else 2)")
     add("--nodes", type=int, default=1, help="machines that start this command, each once (default: 1)")
     add("--node-rank", type=int, default=0, help="which of them this is, from 0 (default: 0)")
@@ -51,7 +57,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     add("--dry-run", action="store_true", help="check the recipe at --nproc x --nodes ranks, and allocate nothing")
     add = command("compare", "the same recipe under several stages, and a page that compares them")
     add("recipe", help="a recipe; or the directory of a comparison, to make only its report again")
-    add("overrides", nargs="*", metavar="section.key=value", help="keys to change in every variant")
+    add("overrides", nargs="*", default=[], metavar="section.key=value", help="keys to change in every variant")
     example = '"zero2 zero3,activation.checkpointing=full"'
     add("--stages", default="", help=f"variants apart by spaces, each a stage and overrides: {example}")
     add("--nproc", type=int, help="ranks of every variant (default: as for train)")
@@ -63,12 +69,12 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     add = command("eval", "loss, perplexity, and of pairs accuracy and margin, of a run, an export or any model")
     add("model", help="a run directory, an export, a model's directory or a hub id")
     rows = "keys to change; data=FILE: the rows (else a run's own)"
-    add("overrides", nargs="*", metavar="section.key=value", help=rows)
+    add("overrides", nargs="*", default=[], metavar="section.key=value", help=rows)
     add("--nproc", type=int, help="ranks to start (default: as for train)")
     add("--json", action="store_true", help="one JSON object on standard output, and nothing else there")
     add = command("plan", "what a recipe takes on a cluster, stage by stage; needs no GPU")
     add("recipe", nargs="?", default="", help="a name (see `shardbook recipes`) or a .toml file; may be left out")
-    add("overrides", nargs="*", metavar="section.key=value", help="keys to change")
+    add("overrides", nargs="*", default=[], metavar="section.key=value", help="keys to change")
     add("--model", default="", help="a model by name (llama-3.1-8b), hub id or directory, in place of the recipe's")
     add("--gpus", type=int, default=8, help="GPUs of the cluster (default: 8)")
     add("--gpu", default="h100-80gb", help="their kind (default: h100-80gb)")
@@ -85,7 +91,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     add("--write", type=Path, help="file for the advised recipe")
     add = command("data", "a recipe's data as it will be trained, token by token; needs a tokenizer")
     add("recipe", help="a name (see `shardbook recipes`) or a .toml file")
-    add("overrides", nargs="*", metavar="section.key=value", help="keys to change")
+    add("overrides", nargs="*", default=[], metavar="section.key=value", help="keys to change")
     add("--rows", type=int, default=3, help="rows of each source to show (default: 3)")
     add("--html", type=Path, help="page to write")
     add = command("export", "write a checkpoint of a run as Hugging Face safetensors")

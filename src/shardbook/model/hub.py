@@ -27,6 +27,8 @@ def fetch_folder(path: str, revision: str, what: str, patterns: list[str]) -> Pa
         return embedded.embedded_folder(path)
     if path and Path(path).is_dir():  # an empty path would be the working directory
         return Path(path)
+    if Path(path).is_file():
+        raise RecipeError(f"{what} = {path!r}: is a file; must be a directory, or a hub id (owner/name)")
     if not is_hub_id(path):
         raise RecipeError(f"{what} = {path!r}: no such directory, and not a hub id (owner/name)")
     from huggingface_hub import snapshot_download

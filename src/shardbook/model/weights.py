@@ -34,6 +34,7 @@ from shardbook.paths import whole_directory
 from shardbook.recipe import RecipeError
 
 SHARD_BYTES = 5 * 10**9  # as transformers' save_pretrained
+SHOWN = 6  # of what is wrong with weights files, in one line
 ROWS_BYTES = 2**26  # of rows that are compared at once
 SCORE = "score.weight"  # a reward model's head, which a causal LM's files do not have
 MEANINGLESS = ".rotary_emb.inv_freq"  # saved as a weight by transformers before 4.32
@@ -82,7 +83,8 @@ def load_weights(model: nn.Module, folder: Path) -> None:
         if files.is_tied and files.head in stored and stored[files.head].dtype not in FLOATS:
             problems.append(f"{files.head} has dtype {stored[files.head].dtype}, not a float")
         if problems:
-            raise RecipeError(f"weights in {folder} do not fit the model: {'; '.join(problems)}")
+            more = f"; and {len(problems) - SHOWN} more" * (len(problems) > SHOWN)
+            raise RecipeError(f"weights in {folder} do not fit the model: {'; '.join(problems[:SHOWN])}{more}")
         if files.is_tied and files.head in stored:
             _check_tied(stored[files.head], stored[files.embedding], folder)
         for name, part in ((name, part) for name, part in slices.items() if name in wanted):

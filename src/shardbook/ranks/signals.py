@@ -35,6 +35,7 @@ class StopFlag:
     asked: bool = False
     check_before_next_step: bool = False  # since an evaluation, samples or a save went by; the same on every rank
     terminated: float = 0.0  # when a SIGTERM first came
+    has_steps: bool = True  # False: it listens before the run does, when there is no step to finish and nothing to save
 
     def listen(self) -> "StopFlag":
         """Listens from now on, in place of the flag that listened before, whose request counts here."""
@@ -56,8 +57,9 @@ class StopFlag:
         self.asked = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if os.environ.get("RANK", "0") == "0":
-            with contextlib.suppress(OSError):  # a Ctrl-C also ends the reader of this pipe: train | tee log
-                os.write(1, b"stopping after this step; Ctrl-C again to quit without saving\n")
+            words = b"after the step under way, or the next; Ctrl-C again to quit without saving"
+            with contextlib.suppress(OSError):  # a Ctrl-C also ends the reader of this pipe: train 2>&1 | tee log
+                os.write(2, b"stopping %s\n" % (words if self.has_steps else b"before the first step"))
 
 
 def asked_early() -> bool:
@@ -69,7 +71,7 @@ def begin_rank() -> None:
     """Begins the program of a rank, before it imports torch: listens for a request to stop, of which the process would
     die alone; and ends it with one line where torch or transformers is too old, or torch lacks a private name, since
     what it imports next would fail in words of its own."""
-    EARLY.append(StopFlag().listen())
+    EARLY.append(StopFlag(has_steps=False).listen())
     try:
         check_versions()
         import shardbook.comm.torch_private  # noqa: F401

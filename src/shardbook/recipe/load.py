@@ -17,6 +17,8 @@ from shardbook.recipe.gone import describe_gone, drop_gone, explain_gone
 from shardbook.recipe.schema import Recipe
 from shardbook.recipe.sections import FORMS, NAMES, RecipeError, Section, nearest
 
+NAMED = ("run.name", "run.project", "run.group")  # an override of one is text, whatever TOML would read: 1, nan, true
+
 
 @cache
 def other_words() -> dict[str, str]:
@@ -95,6 +97,8 @@ def find_recipe(name: str) -> Path:
     known = list_recipes()
     if name in known:
         return known[name]
+    if Path(name).is_dir():
+        raise RecipeError(f"recipe {name!r}: is a folder; must be a .toml file, or the name of a shipped recipe")
     close = difflib.get_close_matches(Path(name).stem, known, n=3, cutoff=0.4)
     choices = f"close to it: {', '.join(close)}" if close else f"there are: {', '.join(known)}"
     raise RecipeError(f"recipe {name!r}: no such file or name; {choices}")
@@ -135,6 +139,8 @@ def _override(given: dict[str, Any], word: str) -> None:
         is_list = re.fullmatch(rf"\[\s*{item}(\s*,\s*{item})*\s*\]", text)
         value = re.findall(item, text) if is_list else text
     *sections, last = name.strip().split(".")
+    if name.strip() in NAMED and not isinstance(value, str | list | dict):
+        value = text
     table = given
     for section in sections:
         table = table.setdefault(section, {})

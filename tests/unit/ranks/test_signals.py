@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from world import forks, free_port, run_world, variables_of
 
+from shardbook.ranks.signals import StopFlag
+
 
 class Busy:
     """A standard output in the middle of a write."""
@@ -33,6 +35,17 @@ def signalled():
     finally:
         sys.stdout = real
     return stop.asked
+
+
+@pytest.mark.parametrize("has_steps", [True, False])
+def test_a_request_is_answered_on_standard_error(has_steps, capfd, monkeypatch):
+    """A program that reads the output, as of `shardbook eval --json`, reads no line for people."""
+    monkeypatch.setenv("RANK", "0")
+    before = signal.getsignal(signal.SIGINT)
+    StopFlag(has_steps=has_steps)._ask(signal.SIGINT, None)
+    signal.signal(signal.SIGINT, before)
+    when = "after the step under way, or the next; Ctrl-C again to quit without saving"
+    assert capfd.readouterr() == ("", f"stopping {when if has_steps else 'before the first step'}\n")
 
 
 def test_a_signal_in_mid_write():

@@ -89,6 +89,11 @@ def test_every_key_has_one_line_of_help():
         assert help and "\n" not in help and len(help) < 120, name
 
 
+@pytest.mark.parametrize("name", ["1", "nan", "true", "1e3", "2026-11-29"])
+def test_a_name_that_looks_like_a_number_is_a_name(file, name):
+    assert load_recipe(file, [f"run.name={name}"]).run.name == name
+
+
 def test_auto_precision(file):
     recipe = load_recipe(file)
     assert resolve_precision(recipe, "cpu").precision.params == "fp32"

@@ -151,6 +151,7 @@ class StepLog(contextlib.AbstractContextManager["StepLog"]):
         how = recipe.train.gradient_accumulation_steps, recipe.optim.name, recipe.forwards_per_micro, ranks.rank
         self.predicted = predict_traffic(layout, *how, inside)
         self.timer, self.steps_begun, self._memory = StepTimer(), 0, Metrics()
+        self.step_before = state.step
         self.rows_before = job.loader.consumed_rows - state.step * job.loader.rows_per_step
         # before the first step it has no numbers, and is written where an evaluation adds some
         self.pending: Pending | None = Pending(state.step, [], [], DeviceEvent(), {})
@@ -217,8 +218,16 @@ class StepLog(contextlib.AbstractContextManager["StepLog"]):
         row: Metrics = dict(zip([*self.job.objective.names("train"), NORM], numbers, strict=True))
         if broken := [name for name, value in row.items() if not math.isfinite(value)]:
             is_usual = LOSS in broken or NORM in broken
-            what = f"{LOSS} is {row[LOSS]} and {NORM} {row[NORM]}" if is_usual else f"{broken[0]} is {row[broken[0]]}"
-            rows = self._locate(pending, gathers) if is_usual else "[preference], [distill] and its rows"
+            what = f"{broken[0]} is {row[broken[0]]}"
+            rows = "[preference], [distill] and its rows"
+            if is_usual:
+                what = f"{LOSS} is {row[LOSS]:g} and {NORM} {row[NORM]:g}"
+                rows = self._locate(pending, gathers)
+            if pending.step - 1 == self.step_before > 0:  # else each start from there would end so
+                rows += (
+                    f". It is the first step from the checkpoint of step {self.step_before}: where that is spoilt "
+                    "already, begin another run.name with train.resume_from_checkpoint of an older one"
+                )
             raise NotFinite(f"step {pending.step}: {what}; lower optim.learning_rate, or look at {rows}")
         return row
 

@@ -213,7 +213,7 @@ def test_a_run_that_fails_keeps_its_last_row(device, tmp_path, monkeypatch, come
     [
         (
             (math.nan, math.nan, 2.0),
-            "step 1: train/loss is nan and train/grad_norm 2.0; lower optim.learning_rate, or ",
+            "step 1: train/loss is nan and train/grad_norm 2; lower optim.learning_rate, or ",
         ),
         ((0.5, 1.0, math.inf), "step 1: train/loss is 0.5 and train/grad_norm inf; lower optim.learning_rate, or "),
         ((0.5, math.inf, 2.0), "step 1: train/rewards/margins is inf; lower optim.learning_rate, or look at [pref"),
@@ -225,6 +225,19 @@ def test_what_is_not_finite_is_named(tmp_path, values, line):
     with pytest.raises(RunFailed) as error, log:
         log.end(TrainState(1, 1, {}), [torch.tensor([loss, margin])], torch.tensor(norm), 0.5)
     assert str(error.value).startswith(line)
+
+
+@pytest.mark.parametrize(("begins_at", "step", "named"), [(4, 5, True), (4, 6, False), (0, 1, False)])
+def test_a_checkpoint_that_may_be_spoilt_is_named(tmp_path, begins_at, step, named):
+    """Where the first step from it is not finite: each start from there would end so."""
+    log = build_log(tmp_path)
+    log.step_before = begins_at
+    with pytest.raises(RunFailed) as error, log:
+        log.end(TrainState(step, 1, {}), [torch.tensor([1.0])], torch.tensor(math.nan), 0.5)
+    words = (
+        ". It is the first step from the checkpoint of step 4: where that is spoilt already, begin another run.name "
+    )
+    assert (words + "with train.resume_from_checkpoint of an older one" in str(error.value)) is named
 
 
 def test_a_planted_row_that_is_not_checked_turns_it_red(monkeypatch, tmp_path):
