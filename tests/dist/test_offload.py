@@ -3,10 +3,10 @@
 import hashlib
 import itertools
 import os
-import shutil
 
 import pytest
 import torch
+from pairs import go_on_from
 from planted import replace
 from recorded import Record
 from safetensors.torch import load_file
@@ -228,17 +228,6 @@ SAVING = ("train.steps=6", "train.save_steps=2", "optim.warmup_steps=2", "optim.
 ON_HOST = ("offload.optimizer=cpu", "offload.params=cpu")
 
 
-def cut_back(straight, name, step):
-    """A copy of the run as it was on disk just after `step`."""
-    run = straight.parent / name
-    shutil.copytree(straight, run, ignore=shutil.ignore_patterns("export"))
-    for later in (run / "checkpoints").iterdir():
-        if int(later.name[5:]) > step:
-            shutil.rmtree(later)
-    (run / "run.json").unlink()
-    return run
-
-
 @pytest.fixture(scope="module")
 def straight(recipe):
     """Six steps without a stop on 2 ranks under zero3, state on the device."""
@@ -249,15 +238,15 @@ def straight(recipe):
 def test_a_checkpoint_knows_no_tier(recipe, straight, disk, tier):
     """From the device to a tier, from there to the device and another world: the straight run's losses and weights."""
     words = (f"offload.optimizer={tier}", f"offload.params={tier}", *[f"offload.path={disk}"] * (tier == "nvme"))
-    run = cut_back(straight, f"to-{tier}", 2)
+    run = go_on_from(straight, f"to-{tier}", 2)
     run_train(2, recipe, run.name, *SAVING, *words, "train.steps=4")
     assert losses(run) == losses(straight)[:4]
-    back = cut_back(run, f"from-{tier}", 4)
+    back = go_on_from(run, f"from-{tier}", 4)
     run_train(2, recipe, back.name, *SAVING)
     assert losses(back) == losses(straight)
     mine, theirs = (load_file(one / "export" / "model.safetensors") for one in (back, straight))
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
-    other = cut_back(run, f"alone-{tier}", 4)
+    other = go_on_from(run, f"alone-{tier}", 4)
     run_train(1, recipe, other.name, *SAVING, *words, "train.gradient_accumulation_steps=2")
     assert losses(other) == pytest.approx(losses(straight), rel=1e-6)
 
@@ -265,7 +254,7 @@ def test_a_checkpoint_knows_no_tier(recipe, straight, disk, tier):
 def test_killed_in_mid_step_it_goes_on(recipe, straight, disk):
     """SIGKILL while AdamW writes to the disk: nothing is left there, and the same command gives the straight run."""
     words = ("offload.optimizer=nvme", "offload.params=nvme", f"offload.path={disk}")
-    run = cut_back(straight, "killed", 2)
+    run = go_on_from(straight, "killed", 2)
     processes = start_ranks(2, [str(recipe), f"run.name={run.name}", *SAVING, *words], disk.parent, die_in_a_write)
     for process in processes:
         process.join(240)

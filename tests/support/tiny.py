@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -164,3 +165,11 @@ def write_pairs(path: Path, count: int, seed: int = 0) -> Path:
         rows.append({"prompt": prompt, "chosen": answers[0], "rejected": answers[1]})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def edit_weights(folder, edit):
+    """Writes the weights in `folder` anew, after `edit` has changed the tensors by name."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    edit(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})

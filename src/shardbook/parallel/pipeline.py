@@ -5,7 +5,8 @@ table. Invariant: ranks along pp see the same rows. Activations and gradients pa
 one group, whose messages pass in order, they can wait for each other for ever (test_schedule.py). A rank posts a
 receive only when all work before it is launched: over NCCL a receive holds the device until its message comes, and work
 that is launched later may wait for the device (a kernel that is loaded, memory that is given back), so the message may
-be waiting for that very work."""
+be waiting for that very work.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

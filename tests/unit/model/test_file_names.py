@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 from families import VISION, small_config
-from safetensors.torch import load_file, save_file
-from tiny import said_by, tokenizer
+from safetensors.torch import load_file
+from tiny import edit_weights, said_by, tokenizer
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import shardbook.model.weights as weights
@@ -87,13 +87,6 @@ def test_a_rank_reads_its_own_rows_alone(tmp_path, monkeypatch):
         assert not torch.equal(swapped.read_part(slice(20, 90)), whole[20:90])
 
 
-def change(folder, edit):
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    edit(tensors)
-    save_file(tensors, path, metadata={"format": "pt"})
-
-
 def test_an_expert_that_is_missing_or_misshapen_is_one_error(tmp_path):
     stem = "model.layers.1.mlp.experts"
     for edit in (
@@ -101,7 +94,7 @@ def test_an_expert_that_is_missing_or_misshapen_is_one_error(tmp_path):
         lambda tensors: tensors.update({f"{stem}.2.up_proj.weight": torch.zeros(7, 32)}),
     ):
         write(tmp_path, "qwen3_moe")
-        change(tmp_path, edit)
+        edit_weights(tmp_path, edit)
         said = said_by(load, tmp_path, "qwen3_moe")
         assert f"{stem}.gate_up_proj has shape [0" in said and said.endswith("the model wants [128, 32]")
 
@@ -118,10 +111,10 @@ def test_files_of_quantised_experts_are_one_error(tmp_path):
             f"{stem}_scales": torch.zeros(4, dtype=torch.uint8),
         }
 
-    change(tmp_path, edit)
+    edit_weights(tmp_path, edit)
     said = said_by(load, tmp_path, "gpt_oss")
     assert said.endswith(f"missing {stem}; unexpected {stem}_blocks; unexpected {stem}_scales")
-    change(
+    edit_weights(
         tmp_path,
         lambda tensors: tensors.update({name: tensors[name].to(torch.float8_e4m3fn) for name in ["lm_head.weight"]}),
     )
@@ -164,7 +157,7 @@ def test_a_buffer_is_read_kept_and_written_in_its_own_dtype(tmp_path):
     model.get_buffer(name).zero_()
     weights.load_buffers(model, tmp_path / "in")  # as a resumed run does: its checkpoint has no buffer
     assert torch.equal(model.get_buffer(name), theirs.get_buffer(name))
-    change(tmp_path / "in", lambda tensors: tensors.pop(name))
+    edit_weights(tmp_path / "in", lambda tensors: tensors.pop(name))
     assert f"missing {name}" in said_by(load, tmp_path / "in", "deepseek_v3")
     assert f"missing {name}" in said_by(weights.load_buffers, model, tmp_path / "in")
 
@@ -210,7 +203,7 @@ def test_the_text_of_a_model_that_sees_is_found_by_its_prefix(family, text, pref
                 tensors[prefix + name.removeprefix("model." * prefix.startswith("model."))] = tensors.pop(name)
             tensors["vision_tower.weight"] = torch.zeros(3)
 
-        change(tmp_path, rename)
+        edit_weights(tmp_path, rename)
         whole.save_pretrained(tmp_path)
     config = load_config(Model(path=str(tmp_path)), tmp_path, 64)
     assert config.model_type == text and config.tie_word_embeddings == whole.tie_word_embeddings
@@ -228,7 +221,9 @@ def test_the_text_of_a_model_that_sees_is_found_by_its_prefix(family, text, pref
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     assert type(again).__name__.endswith("ForCausalLM")
     assert torch.equal(again(torch.arange(3, 20)[None], use_cache=False).logits, wanted)
-    change(tmp_path, lambda tensors: tensors.pop(next(name for name in tensors if name.endswith("q_proj.weight"))))
+    edit_weights(
+        tmp_path, lambda tensors: tensors.pop(next(name for name in tensors if name.endswith("q_proj.weight")))
+    )
     with pytest.raises(
         RecipeError, match=r"do not fit the model: missing model\.layers\.\d+\.self_attn\.q_proj\.weight$"
     ):

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import tokenizer, write_model
+from tiny import edit_weights, tokenizer, write_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import shardbook.model.weights as weights
@@ -86,13 +86,6 @@ def test_bf16_export(tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
 
 
-def change(folder, edit):
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    edit(tensors)
-    save_file(tensors, path, metadata={"format": "pt"})
-
-
 def test_everything_that_does_not_fit_is_in_one_error(tmp_path):
     write_model(tmp_path, tied=False)
 
@@ -103,7 +96,7 @@ def test_everything_that_does_not_fit_is_in_one_error(tmp_path):
         tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.int8)
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)  # old files hold it; it means nothing
 
-    change(tmp_path, spoil)
+    edit_weights(tmp_path, spoil)
     with pytest.raises(RecipeError) as error:
         load(tmp_path)
     problems = str(error.value).split(": ", 1)[1].split("; ")
@@ -117,25 +110,25 @@ def test_everything_that_does_not_fit_is_in_one_error(tmp_path):
 
 def test_a_tied_model_may_bring_its_head_and_an_untied_one_must(tmp_path):
     write_model(tmp_path)
-    change(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    edit_weights(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     load(tmp_path)
     config = load_config(Model(path=str(tmp_path)), tmp_path, 64)
     for wrong in (lambda head: head[41].add_(1e-3), lambda head: head[258, 31].neg_()):
         keep = load_file(tmp_path / "model.safetensors")
-        change(tmp_path, lambda t, wrong=wrong: wrong(t["lm_head.weight"]))
+        edit_weights(tmp_path, lambda t, wrong=wrong: wrong(t["lm_head.weight"]))
         with pytest.raises(
             RecipeError, match=r"tie_word_embeddings is true .* differs from the embedding in rows 0 to 258; set"
         ):
             load(tmp_path)
         save_file(keep, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    change(tmp_path, lambda t: t.update({"lm_head.weight": torch.cat([t["lm_head.weight"], torch.ones(5, 32)])}))
+    edit_weights(tmp_path, lambda t: t.update({"lm_head.weight": torch.cat([t["lm_head.weight"], torch.ones(5, 32)])}))
     load(tmp_path)  # rows of padding
-    change(tmp_path, lambda t: t.update({"lm_head.weight": t["lm_head.weight"].to(torch.int8)}))
+    edit_weights(tmp_path, lambda t: t.update({"lm_head.weight": t["lm_head.weight"].to(torch.int8)}))
     with pytest.raises(RecipeError, match=r"lm_head.weight has dtype I8, not a float"):
         load(tmp_path)
     config.tie_word_embeddings = False
     config.save_pretrained(tmp_path)
-    change(tmp_path, lambda t: t.pop("lm_head.weight"))
+    edit_weights(tmp_path, lambda t: t.pop("lm_head.weight"))
     with pytest.raises(RecipeError, match=r"missing lm_head.weight"):
         load(tmp_path)
 

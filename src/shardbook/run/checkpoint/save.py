@@ -7,7 +7,7 @@ is published, as where a number is not finite.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import prod
@@ -52,10 +52,7 @@ FLASH = "flash_attention"  # the implementation that was active
 MODEL, MOMENTS = "model.", "optimizer.state."  # how the names of items begin; a moment is named by its parameter
 NORMED = (torch.float32, torch.bfloat16, torch.float16)  # their norms are added up in fp32
 NO_MEMORY = "DefaultCPUAllocator"  # in the message of the RuntimeError that torch raises where host memory runs out
-NOT_OF_FILES = (
-    *(MemoryError, torch.OutOfMemoryError, torch.AcceleratorError, torch.cuda.CudaError),
-    *(RecipeError, RunFailed),
-)
+NOT_OF_FILES = MemoryError, torch.OutOfMemoryError, torch.AcceleratorError, torch.cuda.CudaError, RecipeError, RunFailed
 EVERY = (Exception,)  # of one rank they are raised on all: whatever work on files meets
 
 
@@ -96,8 +93,10 @@ class Saver(AbstractContextManager["Saver"]):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, NotFinite) and self.async_save:  # on all ranks alike, else they would wait for each other
-            with suppress(RunFailed):  # the run ends by its own error
+            try:
                 self.async_save.finish()
+            except RunFailed as failed:  # the run ends by the error that it ends by already
+                print_line(f"warning  {failed}", any_rank=True)
 
     def is_due(self, step: int) -> bool:
         return is_due(step, self.train.save_steps)
