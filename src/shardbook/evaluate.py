@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from shardbook.model.adapter_files import load_adapter
-from shardbook.model.placement import World
 from shardbook.model.weights import load_weights
+from shardbook.parallel.placement import World
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.ranks.distributed import Ranks, broadcast_from_main, local_main_process_first
 from shardbook.ranks.exits import DONE, exit_rank
@@ -99,7 +99,7 @@ def _load_export(run: Path, job: Job, sharded: ShardedModel) -> str:
     if job.recipe.lora.r:
         load_adapter(job.model, export, job.recipe.lora, job.folder)
     else:
-        load_weights(sharded.masters, export)
+        load_weights(sharded.masters, export, sharded.layout.full_shapes)
     return str(export)
 
 

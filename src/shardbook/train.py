@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
-from shardbook.model.placement import World
 from shardbook.optim import learning_rate, set_learning_rate
 from shardbook.optim.clip import clip_gradients
+from shardbook.parallel.placement import World
 from shardbook.parallel.step import run_step
 from shardbook.ranks.distributed import (
     Ranks,

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter, state_dict_loader, state_dict_saver
 
-from shardbook.parallel.boxes import assign_writes
+from shardbook.boxes import assign_writes
 from shardbook.run.checkpoint.async_save import AsyncSave, Items, StagedItems
 from shardbook.run.checkpoint.format import begin, publish, read_stored
 from shardbook.run.checkpoint.load import ItemReader

@@ -23,11 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
 from shardbook.axes import DP_REPLICATE, DP_SHARD
+from shardbook.boxes import assign_writes
 from shardbook.model.causal_lm import build_model
 from shardbook.model.hub import INDEX
 from shardbook.model.weight_files import open_tensors
 from shardbook.model.weights import full_tensors, local_rows
-from shardbook.parallel.boxes import assign_writes
 from shardbook.run.checkpoint.save import nbytes_of, to_item
 
 SHAPE = {  # Llama-3.1-70B

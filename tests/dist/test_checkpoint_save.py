@@ -88,7 +88,7 @@ def items_in(layouts, recipe, models, bug=None):
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    from shardbook.parallel.boxes import local_box
+    from shardbook.boxes import local_box
     from shardbook.ranks.distributed import start_distributed
     from shardbook.ranks.exits import RunFailed
     from shardbook.run.checkpoint.save import checkpoint_tensors, items_to_write
@@ -172,7 +172,7 @@ def test_every_element_is_written_once_in_any_layout(names, recipe, models):
 
 def shifted_offsets():
     """Planted bug: shards but the first begin a row late."""
-    from shardbook.parallel import boxes
+    from shardbook import boxes
 
     real = boxes.Box
 
@@ -184,7 +184,7 @@ def shifted_offsets():
 
 def an_axis_is_forgotten():
     """Planted bug: ranks along tp are taken for ranks with other parts, so each writes what all have."""
-    from shardbook.parallel import boxes
+    from shardbook import boxes
 
     real = boxes.copy_axes
     replace(real, lambda *given: tuple(axis for axis in real(*given) if axis != "tp"))
@@ -192,7 +192,7 @@ def an_axis_is_forgotten():
 
 def nobody_is_the_last_copy():
     """Planted bug: the last rank with a copy counts itself as the first, so what it should write is in no file."""
-    from shardbook.parallel import boxes
+    from shardbook import boxes
 
     real = boxes.rank_along
     boxes.rank_along = lambda sizes, axis, rank: real(sizes, axis, rank) % max(1, sizes[axis] - 1)

@@ -13,8 +13,9 @@ def export(folder, dtype, bug=None):
 
     from shardbook.model import weights
     from shardbook.model.causal_lm import build_model, materialize
+    from shardbook.model.dtypes import DTYPES
     from shardbook.model.families import load_config
-    from shardbook.parallel.layout import DTYPES, build_layout
+    from shardbook.parallel.layout import build_layout
     from shardbook.parallel.mesh import build_mesh
     from shardbook.parallel.sharding import apply_stage
     from shardbook.ranks.distributed import start_distributed
@@ -56,7 +57,7 @@ def export(folder, dtype, bug=None):
 
 def casts_after_the_gather(weights):
     """Planted bug: what export did before."""
-    from shardbook.parallel.layout import DTYPES
+    from shardbook.model.dtypes import DTYPES
 
     def full_tensors(model, dtype):
         for name, parameter in model.named_parameters():

@@ -100,7 +100,7 @@ def test_rank_0_stays_for_those_who_are_not_done(recipe, tmp_path):
 
 def build_late():
     """Rank 1 finds out a second later than rank 0 what is wrong."""
-    from shardbook.model import placement
+    from shardbook.parallel import placement
 
     build = placement.build_layout
 

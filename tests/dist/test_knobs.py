@@ -23,7 +23,7 @@ from toys import Scenario, Toy, train_toy
 from transformers import AutoModelForCausalLM
 from world import metrics, run_world
 
-from shardbook.parallel.units import choose_units
+from shardbook.parallel.units import choose_units, place_whole
 from shardbook.recipe import Parallel, RecipeError, check_parallel, find_stage
 
 KNOBS = {
@@ -244,8 +244,8 @@ def test_the_ledger_is_what_goes_to_the_wire(stage, precision, sent):
 def output_dtype():
     from tiny import config as tiny_config
 
+    from shardbook.model.batch import Batch
     from shardbook.model.causal_lm import build_model, materialize
-    from shardbook.parallel.batch import Batch
     from shardbook.parallel.layout import build_layout
     from shardbook.parallel.mesh import build_mesh
     from shardbook.parallel.sharding import apply_stage
@@ -286,7 +286,7 @@ def test_contradictions(keys, words):
         model, parallel = Toy(), Parallel(**keys)
         check_parallel(parallel)
         frees = find_stage(parallel.stage).reshard_after_forward
-        choose_units(model, model.parts, model.blocks, frees, parallel)
+        choose_units(model, model.parts, model.blocks, frees, parallel, place_whole(model))
     assert all(word in str(error.value) for word in words), error.value
 
 

@@ -22,10 +22,9 @@ def load(folder, *words):
     from shardbook.cli import PLAIN
     from shardbook.model.causal_lm import materialize
     from shardbook.model.families import load_config
-    from shardbook.model.placement import build_adapted
     from shardbook.model.weights import load_weights
-    from shardbook.parallel.layout import build_layout
     from shardbook.parallel.mesh import build_mesh
+    from shardbook.parallel.placement import World, build_local, layout_of
     from shardbook.parallel.sharding import apply_stage
     from shardbook.ranks.distributed import start_distributed
     from shardbook.recipe import parse_recipe, resolve_precision
@@ -34,9 +33,8 @@ def load(folder, *words):
     os.environ["MALLOC_MMAP_MAX_"] = "65536"  # the rank leaves glibc as it comes: what is freed is not resident
     ranks = start_distributed()
     recipe = resolve_precision(parse_recipe(PLAIN, "test", [f"model.path={folder}", *words]), "cpu")
-    model = build_adapted(recipe, load_config(recipe.model, folder, 64), rank=ranks.rank)
-    parts, world = (model, model.parts, model.blocks), (ranks.world_size, ranks.ranks_per_node)
-    layout = build_layout(recipe.parallel, recipe.precision, *parts, *world)
+    local = build_local(recipe, load_config(recipe.model, folder, 64), rank=ranks.rank)
+    model, layout = local.model, layout_of(recipe, local, World(ranks.world_size, ranks.ranks_per_node))
     apply_stage(model, layout, build_mesh(layout.sizes, "cpu"))
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak (VmHWM) to what is resident now

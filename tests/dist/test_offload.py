@@ -167,9 +167,9 @@ def test_every_tier_gives_the_bits_of_none(recipe, disk, stage, run):
 
 def train_partly(recipe, runs):
     """The same with a matrix of the first block frozen, and one in the second that is trained and never used."""
-    from shardbook.model import placement
+    from shardbook.parallel import placement
 
-    real = placement.build_adapted
+    real = placement.build_model
 
     def build_model(*words):
         model = real(*words)
@@ -182,7 +182,7 @@ def train_partly(recipe, runs):
             )
         return model
 
-    placement.build_adapted = build_model
+    placement.build_model = build_model
     return train_all(recipe, runs)
 
 

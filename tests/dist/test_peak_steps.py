@@ -46,11 +46,10 @@ def measure(shape, batch, length, params, cases, bound, *more):
     from shardbook.cli import PLAIN
     from shardbook.memory.activation import apply_checkpointing
     from shardbook.model.causal_lm import materialize
-    from shardbook.model.placement import build_adapted
     from shardbook.model.weights import init_weights
     from shardbook.objectives.sft import sft_loss
-    from shardbook.parallel.layout import build_layout
     from shardbook.parallel.mesh import build_mesh
+    from shardbook.parallel.placement import World, build_local, layout_of
     from shardbook.parallel.sharding import apply_stage
     from shardbook.plan.memory_trace import full_rows
     from shardbook.plan.peak import predict_peak
@@ -78,8 +77,8 @@ def measure(shape, batch, length, params, cases, bound, *more):
             *("precision.master=fp32", "train.compile=false", *more),
         ]
         recipe, config = parse_recipe(PLAIN, "test", words), AutoConfig.for_model("llama", **shape)
-        model, ranks = build_adapted(recipe, config, rank=dist.get_rank()), dist.get_world_size()
-        layout = build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, ranks, ranks)
+        local, ranks = build_local(recipe, config, rank=dist.get_rank()), dist.get_world_size()
+        model, layout = local.model, layout_of(recipe, local, World(ranks, ranks))
         apply_checkpointing(model.blocks, recipe.activation)
         said = predict_peak(layout, config, recipe).total
         sharded, live = apply_stage(model, layout, build_mesh(layout.sizes, "cpu")), SettledBytes(said * (1 + bound))

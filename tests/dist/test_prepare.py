@@ -7,7 +7,7 @@ import pytest
 from planted import replace
 from world import losses, metrics, run_world, train_rank
 
-from shardbook.model.placement import World
+from shardbook.parallel.placement import World
 from shardbook.recipe import RecipeError, load_recipe
 from shardbook.run.prepare import place_run, prepare_job
 

@@ -74,8 +74,8 @@ def compare(params, reduce, bug=None, bucket=0):
     import torch.distributed as dist
 
     from shardbook import Precision, shard_model
+    from shardbook.model.dtypes import DTYPES
     from shardbook.parallel import layout, replicated
-    from shardbook.parallel.layout import DTYPES
     from shardbook.plan.formulas import predict_traffic
     from shardbook.ranks.distributed import start_distributed
 

@@ -52,11 +52,11 @@ def losses_of(axis, families):
 
     from shardbook.data.loader import Batching, build_micro_batch
     from shardbook.model.causal_lm import materialize
-    from shardbook.model.placement import World, place_model
     from shardbook.model.weights import shard_slices, stored_buffers
     from shardbook.objectives.sft import sft_loss
     from shardbook.optim.clip import clip_gradients
     from shardbook.parallel.mesh import build_mesh
+    from shardbook.parallel.placement import World, place_model
     from shardbook.parallel.sharding import apply_stage
     from shardbook.parallel.step import run_step
     from shardbook.ranks.distributed import start_distributed, stop_distributed

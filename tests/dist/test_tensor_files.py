@@ -75,9 +75,8 @@ def saved_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 def lay_out(words: list[str], recipe: Path) -> tuple:
     """On each rank: a recipe's model under its stage, with its optimizer; nothing is loaded."""
     from shardbook.model.families import load_config
-    from shardbook.model.placement import build_adapted
-    from shardbook.parallel.layout import build_layout
     from shardbook.parallel.mesh import build_mesh
+    from shardbook.parallel.placement import World, build_local, layout_of
     from shardbook.parallel.sharding import apply_stage
     from shardbook.recipe import load_recipe, resolve_precision
     from shardbook.run.build import allocate_state
@@ -85,11 +84,10 @@ def lay_out(words: list[str], recipe: Path) -> tuple:
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     settings = resolve_precision(load_recipe(recipe, words), "cpu")
     config = load_config(settings.model, Path(settings.model.path), settings.data.max_length)
-    model = build_adapted(settings, config, rank=rank, world_size=world_size)
-    parts, more = (model, model.parts, model.blocks), {"offload": settings.offload}
-    layout = build_layout(settings.parallel, settings.precision, *parts, world_size, world_size, **more)
-    sharded = apply_stage(model, layout, build_mesh(layout.sizes, "cpu"))
-    return sharded, allocate_state(model, sharded, settings.optim, torch.device("cpu"))
+    local = build_local(settings, config, rank=rank, world_size=world_size)
+    layout = layout_of(settings, local, World(world_size, world_size))
+    sharded = apply_stage(local.model, layout, build_mesh(layout.sizes, "cpu"))
+    return sharded, allocate_state(local.model, sharded, settings.optim, torch.device("cpu"))
 
 
 def move(words: list[str], recipe: Path, source: Path, out: Path) -> None:
@@ -248,13 +246,10 @@ def test_an_export_is_that_of_one_process_to_the_bit(world, words, model, start,
 
 def draws_by_own_place(words):
     """Planted bug: weights begin as their place among those of the rank says, so two stages begin alike."""
-    from shardbook.parallel.units import FULL_SHAPES
     from shardbook.run import start
 
-    def init_weights(model, *given, **named):
-        whole = vars(model).pop(FULL_SHAPES)
+    def init_weights(model, *given, full_shapes, **named):
         real(model, *given, **named)
-        setattr(model, FULL_SHAPES, whole)
 
     real, start.init_weights = start.init_weights, init_weights
     return train_rank(words)

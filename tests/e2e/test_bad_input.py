@@ -14,7 +14,7 @@ from world import run_world, train_rank
 
 from shardbook.cli import main
 from shardbook.model.families import load_config
-from shardbook.model.placement import check_recipe
+from shardbook.parallel.placement import check_recipe
 from shardbook.recipe import Model, Recipe, RecipeError, load_recipe
 from shardbook.run.directory import RunDirectory
 

@@ -11,18 +11,18 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import AutoConfig
 from world import forks
 
+from shardbook.axes import rank_along
 from shardbook.memory.activation import apply_checkpointing
 from shardbook.memory.host_state import offloaded_bytes
 from shardbook.model.attention import KERNELS
-from shardbook.model.causal_lm import count_flops
+from shardbook.model.dtypes import DTYPES
 from shardbook.model.families import load_config
-from shardbook.model.placement import build_adapted
 from shardbook.model.shapes import shape_config
 from shardbook.model.weights import is_adapter
-from shardbook.parallel.layout import DTYPES, build_layout
-from shardbook.parallel.mesh import build_mesh, rank_along
+from shardbook.parallel.mesh import build_mesh
+from shardbook.parallel.placement import World, build_local, layout_of
 from shardbook.parallel.sharding import apply_stage
-from shardbook.parallel.units import count_parameters, shard_rows
+from shardbook.parallel.units import shard_rows
 from shardbook.plan.formulas import predict_resident
 from shardbook.plan.peak import predict_peak
 from shardbook.recipe import dump_recipe, list_recipes, load_recipe, resolve_precision
@@ -199,11 +199,6 @@ def test_a_recipe_wraps_its_model_and_fits(name, tmp_path):
     assert process.exitcode == 0
 
 
-def lay_out(recipe, model, world):
-    own = (recipe.parallel, recipe.precision, model, model.parts, model.blocks)
-    return build_layout(*own, world, min(8, world), recipe.offload)
-
-
 def wrap(path, folder, world, count):
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=world - 1, world_size=world)
@@ -211,24 +206,27 @@ def wrap(path, folder, world, count):
     config = load_config(recipe.model, folder, recipe.data.max_length)
     # whoever teaches is of the same shape
     teacher = config if recipe.distill.teacher else None
-    model = build_adapted(recipe, config, KERNELS["varlen"], teacher, world - 1, world)
+    local = build_local(recipe, config, KERNELS["varlen"], teacher, world - 1, world)
+    model = local.model
     added = sum(parameter.numel() for name, parameter in model.named_parameters() if is_adapter(name))
     pp = recipe.parallel.pp_size
     if pp > 1:  # the last stage has all but the blocks of the others, and of the embedding what is tied
         others = [number for number, block in enumerate(model.all_blocks) if block is None]
-        count -= len(others) * count_parameters(model.model.layers[-1].parameters())
+        last = f"model.layers.{config.num_hidden_layers - 1}."
+        count -= len(others) * sum(each.numel for name, each in local.placements.items() if name.startswith(last))
         count -= 0 if model.is_tied else config.vocab_size * config.hidden_size
         assert abs(len(others) - config.num_hidden_layers * (pp - 1) / pp) < 1
-    assert count_parameters(model.parameters()) == count * (1 + bool(recipe.distill.teacher)) + added
+    counts = {name: local.placements[name].numel for name, _ in model.named_parameters()}
+    assert sum(counts.values()) == count * (1 + bool(recipe.distill.teacher)) + added
     assert bool(added) == bool(recipe.lora.r)
     firsts = [place * world // pp for place in range(pp - 1)]  # ranks of the stages before
-    others = [build_adapted(recipe, config, KERNELS["varlen"], teacher, first, world) for first in firsts]
-    stages = [lay_out(recipe, each, world) for each in (*others, model)]
+    others = [build_local(recipe, config, KERNELS["varlen"], teacher, first, world) for first in firsts]
+    stages = [layout_of(recipe, each, World(world, min(8, world))) for each in (*others, local)]
     layout = stages[-1]
     away = offloaded_bytes(layout, 0) if recipe.offload.optimizer != "none" else {}
     if said := re.search(r"^# predicted: (\d+) GB .* MFU (0\.\d+) ", path.read_text(), re.MULTILINE):
         peak = max((predict_peak(stage, config, recipe) for stage in stages), key=lambda peak: peak.total)
-        mfu = min(predict_mfu(stage, config, recipe, count_flops(model), 1200) for stage in stages)
+        mfu = min(predict_mfu(stage, config, recipe, local.flops, 1200) for stage in stages)
         assert (said[1], said[2]) == (f"{peak.total / 1e9:.0f}", f"{mfu:.2f}"), (peak, mfu)
         assert peak.total < 0.92 * (24e9 if "24 GB" in path.read_text() else 80e9), "does not fit"
     elif said := AWAY.search(path.read_text()):
@@ -258,8 +256,8 @@ def wrap(path, folder, world, count):
         elif not layout.is_replicated:
             assert isinstance(parameter, DTensor) and list(parameter.placements) == placed, name
             assert -(-len(parameter) // shard) >= len(parameter.to_local())
-    modules = {module for chunk in model.chunks for module in chunk.modules() if isinstance(module, FSDPModule)}
-    split = {module for part in model.parts for module in part} | set(model.chunks)
+    modules = {module for chunk in local.chunks for module in chunk.modules() if isinstance(module, FSDPModule)}
+    split = {module for part in model.parts for module in part} | set(local.chunks)
     assert modules == (set() if layout.is_replicated else split)
     # what a rank keeps is its share: every matrix of these models divides evenly, so exactly
     kept = sum((p if layout.is_replicated else p.to_local()).numel() for p in model.parameters())

@@ -281,10 +281,10 @@ def gathered_tokens_sliced_in_backward():
     from shardbook.parallel import tensor
 
     def backward(ctx, grad_output):
-        each = grad_output.shape[1] // ctx.tp_group.size
-        return grad_output[:, ctx.tp_group.tp_rank * each :][:, :each].contiguous(), None
+        each = grad_output.shape[1] // ctx.ranks.size
+        return grad_output[:, ctx.ranks.tp_rank * each :][:, :each].contiguous(), None
 
-    tensor._AllGather.backward = staticmethod(backward)
+    tensor.AllGatherTokens.backward = staticmethod(backward)
 
 
 @planted_in("zero3", 1, 2, clips=True, tp=2)
@@ -439,7 +439,7 @@ def context_ranks_read_other_rows():
 @planted_in("zero3", 1, 1, cp=4)
 def keys_dealt_out_to_others():
     """Two heads of keys on four ranks: each computes with the wrong one."""
-    from shardbook.model import context
+    from shardbook.parallel import context
 
     real = context.partition_heads
     context.partition_heads = lambda heads, keys, size: [
@@ -579,17 +579,17 @@ def chunks_share_their_hooks():
     """As if one root were over both: after a backward of one chunk the other's units are done with, too."""
     import copy
 
-    from shardbook.model import pipeline
+    from shardbook.parallel import pipeline
     from shardbook.parallel.pass_monitor import PassMonitor
 
-    def _view(model):
+    def copy_view(model):
         view, body = copy.copy(model), copy.copy(model.model)
         for module in (view, body):
             module._modules = module._modules.copy()
         view.model = body
         return view
 
-    pipeline._view = _view
+    pipeline.copy_view = copy_view
     PassMonitor.follow = lambda *given, **named: None  # its hooks too: it would refuse the second chunk's forward
 
 
@@ -622,7 +622,7 @@ def in_each_micro_batch(change):
 
 def with_other_units(change):
     """The layout has the units `change(units)`, for whoever applies or predicts."""
-    from shardbook.model import placement
+    from shardbook.parallel import placement
 
     real = placement.build_layout
 

@@ -35,7 +35,7 @@ def know_tiny_models() -> None:
     import torch
     from tiny import write_all, write_recipe
 
-    from shardbook.model.placement import World
+    from shardbook.parallel.placement import World
     from shardbook.plan.peak import predict_peak
     from shardbook.recipe import load_recipe
     from shardbook.run.prepare import place_run

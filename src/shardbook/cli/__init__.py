@@ -313,7 +313,7 @@ def run_data(name: str, overrides: list[str], rows: int, html: Path | None) -> i
     from shardbook.data.preview import show_preview, take_preview
     from shardbook.model.families import load_config
     from shardbook.model.hub import config_folder, tokenizer_folder
-    from shardbook.model.placement import check_recipe
+    from shardbook.parallel.placement import check_recipe
 
     check_recipe(recipe, load_config(recipe.model, config_folder(recipe.model), recipe.data.max_length))
     folder = tokenizer_folder(recipe.model)

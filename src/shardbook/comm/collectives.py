@@ -1,10 +1,21 @@
-"""The two collectives that torch 2.13 has renamed, by one name each.
+"""The two collectives that torch 2.13 has renamed, by one name each; and both over a batch's tokens, each as the other
+one's backward.
 
 Invariant: torch's function is looked up at each call, since the ledger replaces it while it is open.
 """
 
+from typing import Any, Protocol
+
+import torch
 import torch.distributed as dist
 from torch import Tensor
+
+
+class RanksOfTokens(Protocol):
+    """Ranks each of which has a share of a batch's tokens; `process_group` is set once there is a mesh."""
+
+    size: int
+    process_group: dist.ProcessGroup | None
 
 
 def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
@@ -17,3 +28,47 @@ def reduce_scatter(output: Tensor, full: Tensor, group: dist.ProcessGroup) -> No
     """Sums `full` [ranks * n] over the ranks of `group` and leaves this rank's part in `output` [n]."""
     reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # torch before 2.13
     reduce(output, full, group=group)
+
+
+def all_gather_tokens(part: Tensor, ranks: RanksOfTokens) -> Tensor:
+    """Gathers [1, n, ...] of each rank as [1, size * n, ...], without autograd. Collective."""
+    assert ranks.process_group is not None, "there is no mesh yet"
+    full = part.new_empty(1, ranks.size * part.shape[1], *part.shape[2:])
+    all_gather(full[0], part.contiguous()[0], ranks.process_group)
+    return full
+
+
+def reduce_scatter_tokens(full: Tensor, ranks: RanksOfTokens) -> Tensor:
+    """Sums [..., hidden] over ranks, without autograd, and returns this rank's share of the tokens, [1, n, hidden].
+    Collective."""
+    assert ranks.process_group is not None, "there is no mesh yet"
+    tokens = full.shape[:-1].numel()
+    part = full.new_empty(1, tokens // ranks.size, full.shape[-1])
+    reduce_scatter(part[0], full.contiguous().view(tokens, -1), ranks.process_group)
+    return part
+
+
+class AllGatherTokens(torch.autograd.Function):
+    """`all_gather_tokens`, whose backward is `reduce_scatter_tokens`."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, ranks: RanksOfTokens) -> Tensor:
+        ctx.ranks = ranks
+        return all_gather_tokens(part, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        return reduce_scatter_tokens(grad_output, ctx.ranks), None
+
+
+class ReduceScatterTokens(torch.autograd.Function):
+    """`reduce_scatter_tokens`, whose backward is `all_gather_tokens`."""
+
+    @staticmethod
+    def forward(ctx: Any, full: Tensor, ranks: RanksOfTokens) -> Tensor:
+        ctx.ranks, ctx.shape = ranks, full.shape
+        return reduce_scatter_tokens(full, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        return all_gather_tokens(grad_output, ctx.ranks).view(ctx.shape), None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardbook.arithmetic import round_up
 from shardbook.data.tokenized import Documents, Row
-from shardbook.parallel.batch import Batch
+from shardbook.model.batch import Batch
 from shardbook.parallel.mesh import DataRank
 from shardbook.recipe import Data, RecipeError, Train
 
@@ -36,6 +36,12 @@ class MicroBatch(Batch):
     counts: Tensor | None = None  # [sequences] fp32: `trained`, where an example holds several sequences
     ends: Tensor | None = None  # [sequences] indices into the flat [B * L] of their last tokens
     reference: Tensor | None = None  # [sequences] fp32: log-probabilities under the reference model
+    slices: int = 1  # of each row, of which this has one
+
+    @property
+    def full_shape(self) -> torch.Size:
+        rows, length = self.input_ids.shape
+        return torch.Size((rows, length * self.slices))
 
     def to(self, device: torch.device) -> "MicroBatch":
         if device.type == "cpu":
@@ -270,4 +276,5 @@ def slice_rows(micro: MicroBatch, batching: Batching) -> MicroBatch:
     owners = torch.arange(len(micro.trained)).repeat_interleave(torch.tensor(micro.trained, dtype=torch.int64))
     trained = tuple(torch.bincount(owners[in_slice], minlength=len(micro.trained)).tolist())
     facts = micro.packed, micro.max_seqlen, micro.pairs * (batching.cp_rank == 0), trained
-    return MicroBatch(ids, places, micro.cu_seqlens, positions, micro.targets[in_slice], *facts)
+    tensors = ids, places, micro.cu_seqlens, positions, micro.targets[in_slice]
+    return MicroBatch(*tensors, *facts, slices=batching.cp_size)

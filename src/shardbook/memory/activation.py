@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardbook.comm.torch_private import TorchDispatchMode, set_memory_budget
-from shardbook.parallel.units import stacked_parameters
+from shardbook.model.experts import stacked_parameters
 from shardbook.recipe import Activation, RecipeError
 
 # Ops whose outputs `selective` keeps: dear to compute and small to hold, they are matrix products with a weight and the

@@ -6,7 +6,8 @@ large as its largest input so far.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,7 +22,30 @@ from shardbook.recipe import Offload
 def offload_block_inputs(model: CausalLM, recomputed: Sequence[int], offload: Offload) -> None:
     """Offloads inputs of the blocks whose numbers are in `recomputed`, where offload.activations = cpu."""
     if offload.activations == "cpu":
-        model.around_block = HostInputs(recomputed)
+        host_inputs = HostInputs(recomputed)
+        for number, block in enumerate(model.all_blocks):
+            if block is not None:
+                call_inside(block, partial(host_inputs, number))
+
+
+def call_inside(block: Any, context: Callable[[Tensor], contextlib.AbstractContextManager[Any]]) -> None:
+    """Has each call of `block`, its hooks and what is compiled of it included, run inside the `context` that is given
+    for its input."""
+    kind: Any = type(block)
+    block.__class__ = _called_inside(kind)
+    block.context_of_call = context
+
+
+@cache
+def _called_inside(kind: Any) -> Any:
+    """Returns the class of blocks of a `kind` with a context. They have one class: torch.compile makes a graph for
+    each."""
+
+    def call(block: Any, hidden: Tensor, *given: Any, **named: Any) -> Any:
+        with block.context_of_call(hidden):
+            return kind.__call__(block, hidden, *given, **named)
+
+    return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
 
 
 class HostInputs:

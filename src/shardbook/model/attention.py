@@ -120,22 +120,9 @@ def kernel_on_gpu(asked: str, demands: Demands = PLAIN) -> Kernel:
     return KERNELS[asked if asked in ("sdpa", "eager") else "sdpa" if demands.needs_dense_mask else "varlen"]
 
 
-def use_attention(config: PreTrainedConfig, kernel: Kernel) -> None:
-    """Has transformers' model of `config` make its masks for `kernel`, and call it."""
-    name = PREFIX + kernel.name.upper()  # with "sdpa" in it, transformers would refuse what it does not run by sdpa
-    ALL_MASK_ATTENTION_FUNCTIONS.register(name, partial(make_mask, kernel.name))
-    ALL_ATTENTION_FUNCTIONS.register(name, Attend(kernel.make() if kernel.make else None, kernel.name == "eager"))
-    config._attn_implementation = name
-
-
-def kernel_of(config: PreTrainedConfig) -> str:
-    """Returns the name of the kernel that `use_attention` set."""
-    return str(config._attn_implementation).removeprefix(PREFIX).lower()
-
-
 class Attend:
-    """The function that transformers' attention calls: a kernel, between two all-to-alls where its module has a CPGroup
-    (parallel/context.py). `kernel`: one of our own; None: torch's sdpa, or the family's own eager attention.
+    """The function that transformers' attention calls: `kernel`, one of our own; None: torch's sdpa, or the family's
+    own eager attention.
 
     A call with an argument that no kernel knows (sinks, a cap on scores, a bias) goes to the family's own eager
     attention, which is exact; sdpa would drop sinks in silence.
@@ -147,9 +134,6 @@ class Attend:
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **named: Any
     ) -> tuple[Tensor, None]:
-        cp_group = getattr(module, "cp_group", None)
-        if cp_group is not None:
-            query, key, value = cp_group.seq_to_heads(query, key, value)
         if (chosen := named.pop("indices", None)) is not None:
             attention_mask = causal_mask(query) if attention_mask is None else attention_mask
             attention_mask = only_chosen(added_mask(attention_mask, query), chosen)
@@ -164,7 +148,21 @@ class Attend:
             output, _ = attend(module, query, key, value, mask, **named)
         else:
             output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **named)
-        return output if cp_group is None else cp_group.heads_to_seq(output), None
+        return output, None
+
+
+def use_attention(config: PreTrainedConfig, kernel: Kernel, attend: type[Attend] = Attend) -> None:
+    """Has transformers' model of `config` make its masks for `kernel`, and call it through `attend`."""
+    # with "sdpa" in its name, transformers would refuse what it does not run by sdpa
+    name = f"{PREFIX}{kernel.name.upper()}_{attend.__name__}"
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, partial(make_mask, kernel.name))
+    ALL_ATTENTION_FUNCTIONS.register(name, attend(kernel.make() if kernel.make else None, kernel.name == "eager"))
+    config._attn_implementation = name
+
+
+def kernel_of(config: PreTrainedConfig) -> str:
+    """Returns the name of the kernel that `use_attention` set."""
+    return str(config._attn_implementation).removeprefix(PREFIX).partition("_")[0].lower()
 
 
 def unknown_arguments(named: dict[str, Any]) -> list[str]:

@@ -16,12 +16,12 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from shardbook.model.attention import KERNELS, use_attention
+from shardbook.model.batch import Batch
+from shardbook.model.blocks import copy_view, keep_blocks
 from shardbook.model.causal_lm import CausalLM
-from shardbook.model.hf_model import Unfit, copy_module
-from shardbook.model.pipeline import keep_blocks
+from shardbook.model.hf_model import Unfit
 from shardbook.model.weight_files import StoredTensor
 from shardbook.model.weights import stored_buffers
-from shardbook.parallel.batch import Batch
 from shardbook.recipe import RecipeError, first_line
 
 TOLERANCE = 1e-5  # of the loss, and of gradients over the norm of the whole; the smallest leak that was seen is 2e-5
@@ -90,9 +90,8 @@ def run_in_halves(model: CausalLM, batch: Batch, wanted: LossAndGradients) -> st
     outside -= {p for part in (model.embedding, model.norm) if part is not None for p in part.parameters()}
     if outside or not names.norm or model.files.buffers:
         return "it has parameters, or buffers that files hold, beside its embedding, blocks and last norm"
-    halves = [copy_module(model) for _ in range(2)]
+    halves = [copy_view(model) for _ in range(2)]
     for half, numbers in zip(halves, (range(count // 2), range(count // 2, count)), strict=True):
-        setattr(half, names.base, copy_module(base))
         keep_blocks(half, numbers, not numbers.start, numbers.start > 0)
     try:
         hidden = halves[0](batch)

@@ -5,6 +5,7 @@ any matrix, and nothing is padded where there are more ranks than experts. A sta
 there is no expert parallel (`ep_size`), so no all-to-all dispatches tokens to the ranks of their experts.
 """
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardbook.comm.torch_private import slots_of
-from shardbook.parallel.units import STACKED
+from shardbook.model.marks import STACKED
 
 
 def stack_rows(model: nn.Module) -> dict[str, torch.Size]:
@@ -67,3 +68,15 @@ def _flatten(module: nn.Module, tensors: dict[str, Tensor], prefix: str, *_: Any
     for name in getattr(module, STACKED):
         if (key := prefix + name) in tensors and tensors[key].ndim == 3:
             tensors[key] = tensors[key].flatten(0, 1)
+
+
+def matrices_of(blocks: Iterable[nn.Module]) -> set[nn.Parameter]:
+    """Returns the matrices inside `blocks`; a stack of matrices, which experts are, is none."""
+    stacked = {p for block in blocks for p in stacked_parameters(block)}
+    return {p for block in blocks for p in block.parameters() if p.ndim == 2} - stacked
+
+
+def stacked_parameters(block: nn.Module) -> dict[nn.Parameter, int]:
+    """Returns the parameters of `block` that are stacks of matrices, with the number of matrices in each."""
+    shapes = ((module, getattr(module, STACKED, {})) for module in block.modules())
+    return {p: of[name][0] for module, of in shapes for name, p in module.named_parameters(recurse=False) if name in of}

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from shardbook.model.blocks import Blocks
 from shardbook.model.experts import stack_rows
 
 Transform = Callable[[Tensor], Tensor]
@@ -60,8 +59,7 @@ class Parts:
 
 
 def split_model(config: PreTrainedConfig, dtype: torch.dtype) -> Parts:
-    """Returns the parts of transformers' causal LM of `config`, with `Blocks` in place of its list of blocks. Raises
-    Unfit where it has none."""
+    """Returns the parts of transformers' causal LM of `config`. Raises Unfit where it has none."""
     kernel = config._attn_implementation
     with torch.device("meta"):
         # some choose classes by the kernel's name, and know only transformers' own
@@ -90,7 +88,6 @@ def split_model(config: PreTrainedConfig, dtype: torch.dtype) -> Parts:
         raise Unfit("its blocks share parameters")
     plan = list(getattr(config.get_text_config(), "base_model_pp_plan", None) or {})
     norm = plan[-1] if plan and plan[-1] in inside.values() and plan[-1] != inside[blocks] else ""
-    put(base, inside[blocks], Blocks(list(blocks)))
     vectors, stacked = fill_buffers(base), stack_rows(base)
     hf_model.tie_weights()
     names = Names(children[base], children[head], inside[embedding], inside[blocks], norm)

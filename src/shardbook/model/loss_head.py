@@ -1,5 +1,5 @@
-"""The loss head: a chunked cross-entropy, fused with the head's linear, that never holds all logits at once. With
-tensor parallel each rank has its part of the vocabulary (vocabulary-parallel)."""
+"""The loss head: a chunked cross-entropy, fused with the head's linear, that never holds all logits at once; and the
+arithmetic of a cross-entropy over a vocabulary in parts."""
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from shardbook.comm.compile_on_cuda import fused
-from shardbook.parallel.local_tensors import local_part
-from shardbook.parallel.tensor import TPGroup, all_gather_plain
 
 PRODUCT_ROWS = 32_768  # rows of the head's gradient that one product makes
 # (a chunk's logits, the rows that it has, whether gradients are wanted) -> (losses, gradient of the logits)
@@ -40,8 +38,6 @@ class LossHead(nn.Linear):
 
     chunk_tokens: int = 0
     logit_transform: LogitTransform | None = None
-    tp_group: TPGroup | None = None  # set where each tensor-parallel rank has a part of the vocabulary
-    first: int = 0  # the first token id of this rank's part
 
     def forward(
         self, hidden: Tensor, targets: Tensor | None = None, summed: bool = False, teacher: TeacherOutput | None = None
@@ -50,23 +46,28 @@ class LossHead(nn.Linear):
         logits that it has; otherwise backward computes each chunk's logits again. Without targets: logits [n,
         vocabulary]. With a `teacher` three sums [3]: the loss, which alone has a gradient, and the negative
         log-likelihood and the divergence that it is made of."""
-        weight, tp_group = local_part(self.weight), self.tp_group
+        weight = self.local_weight
         if targets is None:
             logits = F.linear(hidden, weight, self.bias)
             return self.logit_transform(logits) if self.logit_transform else logits
         rows = self.chunk_tokens or max(1, len(targets))
-        chunk_loss = partial(chunk_cross_entropy, targets)
-        if tp_group:
-            chunk_loss = partial(vocab_parallel_cross_entropy, tp_group, targets - self.first)
+        chunk_loss = self.chunk_loss_of(targets)
         total: Callable[[Tensor], Tensor] | None = torch.sum if summed else None
         if teacher:
-            assert not tp_group, "a recipe with both is refused"
             divergences = torch.zeros(len(targets), device=hidden.device)
             chunk_loss = partial(chunk_distillation_loss, teacher, targets, divergences)
             total = partial(total_with_teacher, teacher, divergences)
         if self.logit_transform:
             chunk_loss = partial(transformed_chunk_loss, self.logit_transform, chunk_loss)
         return _ChunkedLoss.apply(hidden, weight, self.bias, rows, chunk_loss, total, torch.is_grad_enabled())
+
+    @property
+    def local_weight(self) -> Tensor:
+        """The rows of the weight that are here, as a plain tensor: all of them."""
+        return self.weight
+
+    def chunk_loss_of(self, targets: Tensor) -> ChunkLoss:
+        return partial(chunk_cross_entropy, targets)
 
 
 class ScoreHead(nn.Linear):
@@ -287,24 +288,6 @@ def total_with_teacher(teacher: TeacherOutput, divergences: Tensor, losses: Tens
     T (Hinton et al., arXiv 1503.02531, section 2); the NLL; and the KL."""
     ratio, likelihood, divergence = teacher.ratio, losses.sum(), divergences.sum()
     return torch.stack([(1 - ratio) * likelihood + ratio * teacher.temperature**2 * divergence, likelihood, divergence])
-
-
-def vocab_parallel_cross_entropy(
-    tp_group: TPGroup, targets: Tensor, logits: Tensor, chunk: slice, trains: bool
-) -> tuple[Tensor, Tensor]:
-    """Returns `chunk_cross_entropy` of the rows `chunk` where each tensor-parallel rank has the logits [n, V] of its
-    part of the vocabulary, and `targets` count from the first of these. It takes one all-gather of three numbers a row
-    (Megatron-LM, arXiv 1909.08053, section 3, has two all-reduces). The losses are the same on every rank, the gradient
-    is that of its own logits. Collective."""
-    device_type = logits.device.type
-    exponentials = fused(local_exponentials, device_type, static_widths=True)
-    grad_logits, *row_stats = exponentials(logits, targets[chunk], trains)
-    gathered = all_gather_plain(torch.stack(row_stats)[None], tp_group).view(tp_group.size, 3, -1)
-    losses, share = fused(combine_ranks, device_type)(gathered, row_stats[0])
-    if trains:
-        slopes = fused(local_grad_logits, device_type, static_widths=True)
-        grad_logits = slopes(grad_logits, share, targets[chunk]).to(logits.dtype)
-    return losses, grad_logits
 
 
 def local_exponentials(logits: Tensor, targets: Tensor, trains: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -5,14 +5,16 @@ more for each other number of tokens in the longest document. None is made with 
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
-from shardbook.model.blocks import current_pass
+from shardbook.model.batch import Batch
 from shardbook.recipe import RecipeError
 
 BLOCK = 128  # rows, and columns, of scores that `flex` computes or skips together
@@ -21,14 +23,28 @@ Rule = Callable[..., Any]
 CAUSAL: Rule = causal_mask_function
 
 
+# the batch whose documents a mask is of: transformers' forward hands a mask function nothing of its caller's
+_BATCH: ContextVar[Batch | None] = ContextVar("batch", default=None)
+
+
+@contextmanager
+def documents_of(batch: Batch) -> Iterator[None]:
+    """Has `make_mask`, inside, make masks of the documents of `batch`."""
+    token = _BATCH.set(batch)
+    try:
+        yield
+    finally:
+        _BATCH.reset(token)
+
+
 def make_mask(kernel: str, *, mask_function: Rule = CAUSAL, allow_is_causal_skip: bool = True, **named: Any) -> Any:
-    """Returns what transformers' forward asks for, once for each pattern of its layers: `attention_mask` of the pass
+    """Returns what transformers' forward asks for, once for each pattern of its layers: `attention_mask` of the batch
     that runs now, under the family's own rule `mask_function`; while text is generated, transformers' own mask."""
-    now = current_pass()
-    if now is None:
+    batch = _BATCH.get()
+    if batch is None:
         make = ALL_MASK_ATTENTION_FUNCTIONS["eager" if kernel == "eager" else "sdpa"]
         return make(mask_function=mask_function, allow_is_causal_skip=allow_is_causal_skip, **named)
-    facts = now.cu_seqlens, now.shape, now.packed, named["dtype"], now.max_seqlen
+    facts = batch.cu_seqlens, batch.full_shape, batch.packed, named["dtype"], batch.max_seqlen
     return attention_mask(kernel, *facts, mask_function, named.get("local_size"), allow_is_causal_skip)
 
 

@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor
 from shardbook.arithmetic import round_up
 from shardbook.comm.compile_on_cuda import fused
 from shardbook.comm.torch_private import slots_of
-from shardbook.parallel.byte_gather import BYTES
-from shardbook.parallel.units import FULL_NUMEL
+from shardbook.model.marks import BYTES, STANDS_FOR
 from shardbook.recipe import RecipeError
 
 BLOCK = 64
@@ -59,15 +58,14 @@ def pack_module(module: nn.Linear, name: str, dtype: torch.dtype, nested: bool) 
     slots = slots_of(module)
     others = {key: value for key, value in slots.items() if key != "weight"}
     slots.clear()  # the weight stays first: random weights are numbered in this order
-    for key, size, count in ((PACKED, width // 2, out * width), (ABSMAX, absmax_bytes(width, nested), 0)):
+    for key, size in ((PACKED, width // 2), (ABSMAX, absmax_bytes(width, nested))):
         empty = torch.empty(out, size // dtype.itemsize, dtype=dtype, device="meta")
-        parameter = nn.Parameter(empty, requires_grad=False)
-        setattr(parameter, FULL_NUMEL, count)
-        module.register_parameter(key, parameter)
+        module.register_parameter(key, nn.Parameter(empty, requires_grad=False))
     for key, value in others.items():
         module.register_parameter(key, value)
     module.nested = nested  # type: ignore[assignment]
     setattr(module, BYTES, (PACKED, ABSMAX))
+    setattr(module, STANDS_FOR, {PACKED: out * width, ABSMAX: 0})
 
 
 def absmax_bytes(width: int, nested: bool) -> int:

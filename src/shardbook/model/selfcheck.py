@@ -10,7 +10,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -24,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
 from shardbook.model import attention
+from shardbook.model.batch import Batch
 from shardbook.model.causal_lm import CausalLM, materialize
 from shardbook.model.comparisons import (
     STEPS,
@@ -42,7 +43,6 @@ from shardbook.model.families import blame
 from shardbook.model.hf_model import Unfit
 from shardbook.model.masks import make_mask, read_rule
 from shardbook.model.shrink import VOCABULARY, shrink_config
-from shardbook.parallel.batch import Batch
 from shardbook.recipe import RecipeError
 
 MOST = 4_000_000  # parameters of a small model: a text tower has some 100,000
@@ -158,13 +158,9 @@ def compare_with_transformers(small: PreTrainedConfig) -> Verdict:
     listening = Listening(None, not has_kernels)
     ALL_ATTENTION_FUNCTIONS.register(config._attn_implementation, listening)
     ALL_MASK_ATTENTION_FUNCTIONS.register(config._attn_implementation, listening.make_mask)
-    order = list[int]()
-
-    def around(number: int, hidden: Tensor) -> Any:
-        order.append(number)
-        return nullcontext()
-
-    ours.around_block = around
+    order = list[nn.Module]()
+    for block in ours.blocks:
+        block.register_forward_pre_hook(lambda block, inputs: order.append(block))
     reasons, alone = list[str](), batch_of([[each] for each in documents], packed=False)
     for batch in (batch_of(rows, packed=True), alone):
         order.clear()
@@ -174,7 +170,7 @@ def compare_with_transformers(small: PreTrainedConfig) -> Verdict:
             raise_if_ours(error)
             reasons.append(describe_error(error))
             continue
-        if order != list(range(len(ours.all_blocks))):
+        if order != ours.blocks:
             raise Unfit("its blocks do not run once each, in their order")
         loss, gradient = differences(computed, wanted)
         if max(loss, gradient) < TOLERANCE:

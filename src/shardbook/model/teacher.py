@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shardbook.model.causal_lm import CausalLM
 from shardbook.model.loss_head import LossHead
-from shardbook.parallel.units import FORWARD_ONLY, GATHERED, RESHARDED
+from shardbook.model.marks import FORWARD_ONLY, GATHERED, RESHARDED
 
 
 class TeacherHead(LossHead):

@@ -21,15 +21,15 @@ from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
+from shardbook.boxes import local_box
+from shardbook.local_tensors import local_part
+from shardbook.model.dtypes import DTYPES
 from shardbook.model.export_files import choose_padding, write_generation
 from shardbook.model.file_names import FileNames
 from shardbook.model.hub import INDEX
+from shardbook.model.marks import NOT_STORED
 from shardbook.model.nf4 import ABSMAX, PACKED, fill_rows
 from shardbook.model.weight_files import FLOATS, open_tensors
-from shardbook.parallel.boxes import local_box
-from shardbook.parallel.layout import DTYPES
-from shardbook.parallel.local_tensors import local_part
-from shardbook.parallel.units import FULL_SHAPES
 from shardbook.paths import whole_directory
 from shardbook.recipe import RecipeError
 
@@ -38,6 +38,7 @@ SHOWN = 6  # of what is wrong with weights files, in one line
 ROWS_BYTES = 2**26  # of rows that are compared at once
 SCORE = "score.weight"  # a reward model's head, which a causal LM's files do not have
 MEANINGLESS = ".rotary_emb.inv_freq"  # saved as a weight by transformers before 4.32
+Shapes = Mapping[str, torch.Size]  # of parameters, by name, in order
 ADAPTERS = LOW, HIGH, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
 
 
@@ -48,11 +49,12 @@ def is_adapter(name: str) -> bool:
 
 def student_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yields names and parameters of `model` without those of its teacher, which are in no file of the model."""
-    return (named for named in model.named_parameters() if not named[0].startswith("teacher."))
+    return (named for named in model.named_parameters() if not named[0].startswith(NOT_STORED))
 
 
-def load_weights(model: nn.Module, folder: Path) -> None:
+def load_weights(model: nn.Module, folder: Path, full_shapes: Shapes | None = None) -> None:
     """Fills the materialized, sharded parameters of `model` from the safetensors of `folder`. Raises RecipeError.
+    `full_shapes`: of the whole model, of which `model` may have a part.
 
     Values are cast to the parameter's dtype, or quantised to its bits. A tied head may be present, equal to the
     embedding. All missing, unexpected, misshapen and non-float entries are named in one error, before any tensor is
@@ -60,7 +62,7 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     """
     slices = shard_slices(model)
     named = dict(model.named_parameters())  # a tied weight once, under its embedding's name
-    elsewhere = {name: shape for name, shape in full_shapes(model).items() if name not in named}
+    elsewhere = {name: shape for name, shape in (full_shapes or {}).items() if name not in named}
     wanted = {name: part.shape for name, part in slices.items()} | elsewhere
     files: FileNames = model.files  # type: ignore[assignment]
     buffers = stored_buffers(model)
@@ -148,12 +150,6 @@ class ShardSlice:
         self.fill(part if self.columns is None else part[:, self.columns])
 
 
-def full_shapes(model: nn.Module) -> dict[str, torch.Size]:
-    """Returns the shape of every parameter of the model, also of layers on other ranks, by name and in order."""
-    shapes: dict[str, torch.Size] | None = getattr(model, FULL_SHAPES, None)
-    return shapes or {name: parameter.shape for name, parameter in student_parameters(model)}
-
-
 def shard_slices(model: nn.Module) -> dict[str, ShardSlice]:
     """Returns the place of each parameter by its name in the files, in the model's order; adapters are in no file."""
     slices = {}
@@ -170,9 +166,10 @@ def shard_slices(model: nn.Module) -> dict[str, ShardSlice]:
     return slices
 
 
-def init_weights(model: nn.Module, seed: int, only: str = "") -> None:
+def init_weights(model: nn.Module, seed: int, only: str = "", full_shapes: Shapes | None = None) -> None:
     """Fills parameters with random weights: matrices normal with the config's initializer_range, vectors as their
-    family makes them (norms 1 or 0, biases 0). `only`: that parameter alone.
+    family makes them (norms 1 or 0, biases 0). `only`: that parameter alone. `full_shapes`: of the whole model, of
+    which `model` may have a part.
 
     A pure function of (seed, parameter, device type): each full tensor is drawn, and each rank keeps its part, so every
     world size and stage starts from the same numbers.
@@ -181,8 +178,9 @@ def init_weights(model: nn.Module, seed: int, only: str = "") -> None:
     device = next(model.parameters()).device
     vectors: dict[str, Tensor] = model.vectors  # type: ignore[assignment]
     slices = shard_slices(model)
-    numbered = getattr(model, FULL_SHAPES, slices)  # in the whole model: else pipeline stages draw equal weights
-    for index, name in enumerate(numbered):
+    is_part = any(name not in dict(model.named_parameters()) for name in full_shapes or {})
+    # numbered in the whole model: else its parts would draw equal weights
+    for index, name in enumerate((full_shapes or {}) if is_part else slices):
         if name not in slices or (only and name != only):
             continue
         part = slices[name]
@@ -214,20 +212,22 @@ def local_rows(parameter: Tensor) -> tuple[Tensor, slice]:
     return local, rows
 
 
-def full_tensors(model: nn.Module, dtype: str) -> Iterator[tuple[str, Tensor]]:
+def full_tensors(model: nn.Module, dtype: str, full_shapes: Shapes | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yields `(name, full tensor in dtype)` of every parameter, one at a time. Collective: every rank must consume all.
+    `full_shapes`: of the whole model. Where every rank has a part of its parameters, rank 0 gets them all.
 
     Each rank casts its shard before the gather: the values are the same, since a cast looks at one value alone, and
     fp32 masters exported in bf16 cost half the bytes on the network and half the memory.
     """
     parameters, device = dict(student_parameters(model)), next(model.parameters()).device
-    shapes: dict[str, torch.Size] = getattr(model, FULL_SHAPES, {})  # of a model that lies on several pipeline stages
-    for name in shapes or parameters:
+    shapes = full_shapes or {}
+    is_part = any(name not in parameters for name in shapes)
+    for name in shapes if is_part else parameters:
         tensor = torch.empty(0, device=device)
         if name in parameters:
             cast = parameters[name].detach().to(DTYPES[dtype])
             tensor = whole_tensor(cast) if isinstance(cast, DTensor) else cast
-        if shapes:
+        if is_part:
             tensor = bring_to_main(tensor, shapes[name], DTYPES[dtype], name in parameters)
         yield name, tensor
 

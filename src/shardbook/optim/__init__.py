@@ -5,12 +5,13 @@ state to save.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardbook.optim.table import OPTIMIZERS
+from shardbook.optim.table import OPTIMIZERS, NoiseSource
 from shardbook.recipe import Optim
 
 
@@ -24,10 +25,14 @@ def parameter_groups(model: nn.Module, optim: Optim) -> list[dict[str, Any]]:
     return [group for group in groups if group["params"]]
 
 
-def build_optimizer(model: nn.Module, optim: Optim, seed: int = 0) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: nn.Module, optim: Optim, seed: int = 0, full_shapes: Mapping[str, torch.Size] | None = None
+) -> torch.optim.Optimizer:
     """Returns the optimizer optim.name over the sharded parameters. Muon takes the matrices of the model's `blocks`;
-    adamw_bf16 rounds by `seed`, the same on every rank."""
-    return OPTIMIZERS[optim.name].build(model, parameter_groups(model, optim), optim, seed)
+    adamw_bf16 rounds by `seed`, the same on every rank, and by the place of a parameter among `full_shapes`, those of
+    the whole model (None: `model` is all of it)."""
+    noise = NoiseSource(seed, full_shapes)
+    return OPTIMIZERS[optim.name].build(model, parameter_groups(model, optim), optim, noise)
 
 
 def state_kind(optimizer: torch.optim.Optimizer, shards: int) -> str:

@@ -11,16 +11,16 @@ another layout a moment is rounded to its other neighbour.
 
 import hashlib
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shardbook.boxes import shard_number
 from shardbook.comm.compile_on_cuda import fused
+from shardbook.local_tensors import local_values
 from shardbook.optim.elementwise import send_numbers
-from shardbook.parallel.boxes import shard_number
-from shardbook.parallel.local_tensors import local_values
-from shardbook.parallel.units import FULL_SHAPES
 
 PIECE = 2**24  # elements that are stepped at once: the noise of no more than these is held
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -71,12 +71,12 @@ class AdamWBf16(torch.optim.Optimizer):
             state |= {name: state[name].bfloat16() for name in MOMENTS}
 
 
-def numbers_in_whole(model: nn.Module) -> list[int] | None:
-    """Returns the number of each parameter of `parameter_groups` in those of the whole model; None where it is all."""
-    full_shapes: dict[str, torch.Size] | None = getattr(model, FULL_SHAPES, None)
-    if full_shapes is None:
-        return None
+def numbers_in_whole(model: nn.Module, full_shapes: Mapping[str, torch.Size] | None) -> list[int] | None:
+    """Returns the number of each parameter of `parameter_groups` in those of the whole model, which has `full_shapes`;
+    None where `model` is all of it."""
     names = dict(model.named_parameters())
+    if not full_shapes or all(name in names for name in full_shapes):
+        return None
     order = sorted(full_shapes, key=lambda name: len(full_shapes[name]) < 2)
     return [number for number, name in enumerate(order) if name in names]
 

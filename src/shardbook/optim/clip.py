@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardbook.comm.torch_private import norms_of, scale_together
-from shardbook.parallel.local_tensors import local_values
+from shardbook.local_tensors import local_values
 from shardbook.parallel.pipeline import PipelineStageParameters
 
 CHUNK = 2**20  # elements of a tensor that are summed at once: a CPU copies as many to fp64

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from shardbook.comm.compile_on_cuda import fused
-from shardbook.parallel.local_tensors import local_values
+from shardbook.local_tensors import local_values
 from shardbook.recipe import Optim
 
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from shardbook.arithmetic import ceil_div
+from shardbook.local_tensors import local_values
+from shardbook.model.experts import matrices_of
 from shardbook.optim.elementwise import step_adamw
-from shardbook.parallel.local_tensors import local_values
-from shardbook.parallel.units import matrices_of
 from shardbook.recipe import Optim
 
 ITERATIONS, QUINTIC, TINY = 5, (3.4445, -4.7750, 2.0315), 1e-7  # Jordan's

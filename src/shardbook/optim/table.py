@@ -7,10 +7,10 @@ in recipe/learning.py, which the rows read.
 import importlib.metadata
 import importlib.util
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import mul
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,6 +25,13 @@ Groups = list[dict[str, Any]]
 STEP_BYTES = 4  # the step count of one parameter
 BLOCK, LEAST = 256, 4096  # torchao quantises blocks of BLOCK elements, in shards of whole blocks and >= LEAST elements
 TORCHAO = "0.18"  # the first that was tried here, on torch 2.13
+
+
+class NoiseSource(NamedTuple):
+    """What the noise of stochastic rounding depends on, beside the step."""
+
+    seed: int
+    full_shapes: Mapping[str, torch.Size] | None  # of the whole model, by name, in order; None: nothing split it
 
 
 def needs_torchao(device_type: str) -> None:
@@ -47,7 +54,7 @@ def adamw_settings(optim: Optim) -> dict[str, Any]:
     return {"lr": optim.learning_rate, "betas": tuple(optim.betas), "eps": optim.eps}
 
 
-def build_adamw_8bit(model: nn.Module, groups: Groups, optim: Optim, seed: int) -> torch.optim.Optimizer:
+def build_adamw_8bit(model: nn.Module, groups: Groups, optim: Optim, noise: Any) -> torch.optim.Optimizer:
     from torchao import optim as torchao
 
     return torchao.AdamW8bit(groups, **adamw_settings(optim))
@@ -64,7 +71,8 @@ class Optimizer:
     """One optimizer, as a row of the table."""
 
     name: str  # its optim.name
-    build: Callable[[Any, Groups, Optim, int], torch.optim.Optimizer]  # takes a model, its parameter_groups and a seed
+    # takes a model, its parameter_groups, the recipe's section, and the source of noise of one that rounds
+    build: Callable[[Any, Groups, Optim, NoiseSource], torch.optim.Optimizer]
     moments: int = 2  # of a parameter
     moment_bytes: Callable[[int, int], int] = mul  # of one moment: takes a shard's elements and the bytes of each
     needs: Callable[[str], None] | None = None  # takes a device type; raises RecipeError where the machine lacks it
@@ -84,14 +92,16 @@ class Optimizer:
 
 
 ROWS = (
-    Optimizer("adamw", lambda _, groups, optim, seed: torch.optim.AdamW(groups, fused=True, **adamw_settings(optim))),
+    Optimizer("adamw", lambda _, groups, optim, noise: torch.optim.AdamW(groups, fused=True, **adamw_settings(optim))),
     Optimizer(
         "adamw_bf16",
-        lambda model, groups, optim, seed: AdamWBf16(groups, adamw_settings(optim), seed, numbers_in_whole(model)),
+        lambda model, groups, optim, noise: AdamWBf16(
+            groups, adamw_settings(optim), noise.seed, numbers_in_whole(model, noise.full_shapes)
+        ),
         moment_bytes=lambda numel, _: numel * 2,
     ),
     Optimizer("adamw_8bit", build_adamw_8bit, moment_bytes=in_8_bits, needs=needs_torchao, of_shards="AdamW8bit"),
-    Optimizer("lion", lambda _, groups, optim, seed: Lion(groups, optim), moments=1),
-    Optimizer("muon", lambda model, groups, optim, seed: Muon(groups, model.blocks, optim)),
+    Optimizer("lion", lambda _, groups, optim, noise: Lion(groups, optim), moments=1),
+    Optimizer("muon", lambda model, groups, optim, noise: Muon(groups, model.blocks, optim)),
 )
 OPTIMIZERS = {row.name: row for row in ROWS}

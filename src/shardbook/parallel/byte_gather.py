@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from shardbook.comm.torch_private import after_each_reset, extend_gather, padded_shard, place_of, sharded_parameters
+from shardbook.model.marks import BYTES
 from shardbook.parallel.units import Unit
-
-BYTES = "holds_bytes"  # attribute of a module: the names of its parameters whose elements are bytes, not numbers
 
 
 def gather_bytes(unit: Unit) -> None:

@@ -5,7 +5,7 @@ device) and a number of ranks, so a laptop has the layout of a cluster. A later 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from itertools import islice
 from math import prod
@@ -14,23 +14,28 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 import torch
 from torch import nn
 
-from shardbook.axes import CP, DATA_AXES, DP_REPLICATE, DP_SHARD, PP, PP_BACKWARD, PP_ENDS, PP_FORWARD, TP
-from shardbook.comm.zeropp_collectives import ZeroppSwitches
-from shardbook.parallel.mesh import (
-    DataRank,
-    axis_groups,
-    fold_sizes,
+from shardbook.axes import (
+    CP,
+    DATA_AXES,
+    DP_REPLICATE,
+    DP_SHARD,
+    PP,
+    PP_BACKWARD,
+    PP_ENDS,
+    PP_FORWARD,
+    TP,
     rank_along,
     ranks_along,
-    resolve_sizes,
-    unfold_sizes,
 )
+from shardbook.comm.zeropp_collectives import ZeroppSwitches
+from shardbook.model.dtypes import DTYPES
+from shardbook.model.marks import NOT_STORED
+from shardbook.parallel.mesh import DataRank, axis_groups, fold_sizes, resolve_sizes, unfold_sizes
 from shardbook.parallel.schedule import Pipeline
-from shardbook.parallel.units import Unit, backward_order, choose_units
+from shardbook.parallel.units import Placement, Unit, backward_order, choose_units, place_whole
 from shardbook.parallel.zeropp import read_switches
 from shardbook.recipe import Offload, Parallel, Precision, Stage, find_stage
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # by their names in a recipe
 ON_DEVICE, WHOLE_MODEL = Offload(), Pipeline()
 # what choose_units reads of [parallel]
 UNIT_KEYS = ("reshard_min_params", "forward_prefetch", "backward_prefetch", "pp_size")
@@ -60,6 +65,8 @@ class Layout:
     cp_size: int = 1  # context-parallel size (context.py): these ranks are a part of dp_shard or dp_replicate
     pipeline: Pipeline = WHOLE_MODEL  # this rank's pipeline stage and layers
     chunk_units: tuple[int, ...] = ()  # the number of units in each chunk of layers; empty: there is one chunk
+    # of every parameter of the whole model by its name, in order, also of those on other ranks
+    placements: dict[str, Placement] = field(default_factory=dict)
 
     @property
     def world_size(self) -> int:
@@ -142,6 +149,11 @@ class Layout:
                 room = (BUCKET_BYTES - size) * (self.replicas > 1)
         return joined
 
+    @cached_property
+    def full_shapes(self) -> dict[str, torch.Size]:
+        """The shape of every parameter of the whole model, in order, without those of a teacher beside it."""
+        return {name: each.shape for name, each in self.placements.items() if not name.startswith(NOT_STORED)}
+
     @property
     def forward_prefetch(self) -> int:
         """The number of units gathered ahead of the running one in forward."""
@@ -221,10 +233,16 @@ def build_layout(
     ranks_per_node: int,
     offload: Offload = ON_DEVICE,
     chosen: dict[Any, tuple[Unit, ...]] | None = None,
+    placements: dict[str, Placement] | None = None,
+    pipeline: Pipeline = WHOLE_MODEL,
+    chunks: Sequence[Any] = (),
+    teacher: Any = None,
 ) -> Layout:
     """Returns the layout of `model` over `world_size` ranks, `ranks_per_node` of them on each node. `parts`: groups of
     modules to gather together, in forward order; `blocks`: the blocks among them (see choose_units). `chosen`: the
-    units of other layouts of the same models, to which this one's are added.
+    units of other layouts of the same models, to which this one's are added. Of a model that tensor or pipeline
+    parallel split, `placements` (None: nothing did), `pipeline`, and its `chunks` of layers, each with parts and blocks
+    of its own, where there are several. `teacher`: the config of a teacher in it.
 
     `parallel` comes from a recipe that loaded, or went through `check_parallel`. Raises RecipeError where the settings
     do not fit the ranks or the model.
@@ -232,18 +250,17 @@ def build_layout(
     stage = find_stage(parallel.stage)
     sizes = fold_sizes(resolve_sizes(parallel, stage.axes, world_size), stage.shards)
     switches = read_switches(parallel, sizes[DP_SHARD], ranks_per_node)
-    views: Any = getattr(model, "chunks", None) or [model]
-    groups_of_chunks = [(parts, blocks)] if len(views) == 1 else [(view.parts, view.blocks) for view in views]
-    reshards, chosen, chunks = stage.reshard_after_forward, {} if chosen is None else chosen, list[tuple[Unit, ...]]()
-    for view, each in zip(views, groups_of_chunks, strict=True):
-        key = view, reshards, *(getattr(parallel, name) for name in UNIT_KEYS)
+    groups = [(each, each.parts, each.blocks) for each in chunks] if len(chunks) > 1 else [(model, parts, blocks)]
+    placements = place_whole(model) if placements is None else placements
+    reshards, chosen, units = stage.reshard_after_forward, {} if chosen is None else chosen, list[tuple[Unit, ...]]()
+    for root, root_parts, root_blocks in groups:
+        key = root, reshards, *(getattr(parallel, name) for name in UNIT_KEYS)
         if key not in chosen:
-            chosen[key] = choose_units(view, *each, reshards, parallel)
-        chunks.append(chosen[key])
-    units = tuple(unit for chunk in chunks for unit in chunk)
-    beside = getattr(getattr(model, "teacher", None), "config", None)
-    facts = (stage, sizes, units, parallel, precision, switches, ranks_per_node, offload, beside, parallel.cp_size)
-    return Layout(*facts, getattr(model, "pipeline", WHOLE_MODEL), tuple(map(len, chunks)))
+            chosen[key] = choose_units(root, root_parts, root_blocks, reshards, parallel, placements)
+        units.append(chosen[key])
+    every = tuple(unit for each in units for unit in each)
+    facts = (stage, sizes, every, parallel, precision, switches, ranks_per_node, offload, teacher, parallel.cp_size)
+    return Layout(*facts, pipeline, tuple(map(len, units)), placements)
 
 
 def pipeline_groups(along: list[int], rank: int) -> dict[str, list[int]]:

@@ -16,7 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardbook.axes import DATA_AXES, DP_SHARD
-from shardbook.parallel.layout import DTYPES, Layout, build_layout
+from shardbook.model.dtypes import DTYPES
+from shardbook.parallel.layout import Layout, build_layout
 from shardbook.parallel.mesh import axis_sizes, build_mesh
 from shardbook.parallel.replicated import COPIED
 from shardbook.parallel.sharding import ShardedModel, apply_stage

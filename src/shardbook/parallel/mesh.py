@@ -8,7 +8,7 @@ the axis that parameters lie on, as ZeRO++'s nodes are. `fold_sizes` returns the
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardbook.axes import ACROSS, CP, DATA_AXES, DP_REPLICATE, DP_SHARD, INSIDE, PP, TP
+from shardbook.axes import ACROSS, CP, DATA_AXES, DP_REPLICATE, DP_SHARD, INSIDE, PP, TP, ranks_along
 from shardbook.recipe import Parallel, RecipeError
 
 if TYPE_CHECKING:  # a launcher resolves sizes, and starts its ranks before it would have imported torch
@@ -104,23 +104,6 @@ def split_sizes(sizes: dict[str, int], inside: int) -> dict[str, int]:
 
 def axis_sizes(mesh: "DeviceMesh") -> dict[str, int]:
     return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
-
-
-def rank_along(sizes: dict[str, int], axis: str, rank: int) -> int:
-    """Returns the place of the global `rank` along `axis`. The last axis counts fastest."""
-    return rank // _stride(sizes, axis) % sizes[axis]
-
-
-def ranks_along(sizes: dict[str, int], axis: str, rank: int) -> list[int]:
-    """Returns the global ranks of the group along `axis` that `rank` is in, in order."""
-    stride = _stride(sizes, axis)
-    first = rank - rank_along(sizes, axis, rank) * stride
-    return [first + number * stride for number in range(sizes[axis])]
-
-
-def _stride(sizes: dict[str, int], axis: str) -> int:
-    names = list(sizes)
-    return prod(sizes[name] for name in names[names.index(axis) + 1 :])
 
 
 def axis_groups(sizes: dict[str, int], rank: int, inside: int) -> dict[str, list[int]]:

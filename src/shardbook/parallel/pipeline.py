@@ -10,6 +10,7 @@ be waiting for that very work.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -17,11 +18,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardbook.axes import PP, PP_BACKWARD, PP_ENDS, PP_FORWARD
+from shardbook.axes import PP, PP_BACKWARD, PP_ENDS, PP_FORWARD, ranks_along
+from shardbook.local_tensors import local_part
+from shardbook.model.blocks import copy_view, keep_blocks
+from shardbook.model.causal_lm import CausalLM
 from shardbook.parallel.layout import Layout
-from shardbook.parallel.local_tensors import local_part
-from shardbook.parallel.mesh import ranks_along
-from shardbook.parallel.schedule import Pipeline
+from shardbook.parallel.schedule import Pipeline, layers_per_pp_stage
+from shardbook.recipe import Parallel, RecipeError
 
 
 class RecvBuffer(NamedTuple):
@@ -118,6 +121,36 @@ class PipelineStageParameters:
 def tied_weight(model: Any) -> nn.Parameter:
     """Returns the weight that is the embedding of the first stage and the head of the last."""
     return model.embedding.weight
+
+
+def check_stages(parallel: Parallel, blocks: int) -> None:
+    """Raises RecipeError for a model of fewer `blocks` than pipeline stages."""
+    ranks, chunks = parallel.pp_size, parallel.pipeline_chunks
+    if ranks > 1 and ranks * chunks > blocks:
+        setting = f"parallel.pp_size = {ranks}" + f", parallel.pipeline_chunks = {chunks}" * (chunks > 1)
+        way_out = f"there may be {blocks} at most; set {'one of them' if chunks > 1 else 'it'} lower"
+        raise RecipeError(f"{setting}: {ranks * chunks} stages of a model that has {blocks} blocks; {way_out}")
+
+
+def apply_pipeline_parallel(
+    model: CausalLM, parallel: Parallel, rank: int, world_size: int
+) -> tuple[Pipeline, list[CausalLM]]:
+    """Keeps of `model`, on the meta device, the layers of the global `rank`, after tensor and context parallel. Returns
+    its place in the pipeline, and its chunks of layers, each a model that runs by itself. Raises RecipeError."""
+    ranks, chunks, blocks = parallel.pp_size, parallel.pipeline_chunks, len(model.all_blocks)
+    if ranks == 1:
+        return Pipeline(), [model]
+    check_stages(parallel, blocks)
+    layers = layers_per_pp_stage(blocks, ranks * chunks)
+    pipeline = Pipeline(parallel.pipeline_schedule, rank * ranks // world_size, ranks, layers, model.is_tied)
+    chunk_layers = [pipeline.own_layers(chunk, blocks) for chunk in range(chunks)]
+    keep_blocks(model, [*chain(*chunk_layers)], pipeline.is_first(0), pipeline.is_last(chunks - 1))
+    if chunks == 1:
+        return pipeline, [model]
+    views = [copy_view(model) for _ in chunk_layers]
+    for chunk, view in enumerate(views):
+        keep_blocks(view, chunk_layers[chunk], pipeline.is_first(chunk), pipeline.is_last(chunk))
+    return pipeline, views
 
 
 def build_pipeline_links(layout: Layout, mesh: DeviceMesh) -> PipelineLinks | None:

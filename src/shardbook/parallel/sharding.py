@@ -7,6 +7,7 @@ factor is 1. `shard_model` does the same for a loop of one's own: see docs/libra
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -149,22 +150,26 @@ def apply_stage(model: nn.Module, layout: Layout, mesh: DeviceMesh, ours: bool =
     """
     set_cp_group(model, layout)
     links = build_pipeline_links(layout, mesh)
-    views: Any = getattr(model, "chunks", None) or [model]
     monitor = PassMonitor()  # one for all chunks: an error in one of them broke the whole model
-    parts = [_apply(view, chunk, mesh, monitor) for view, chunk in zip(views, layout.chunks, strict=True)]
+    roots = [chunk.units[-1].modules[0] for chunk in layout.chunks]
+    # losses are fp32; hidden states for the next pipeline stage are not
+    dtypes = [
+        torch.float32 if layout.pipeline.is_last(chunk) else layout.dtype("params") for chunk in range(len(roots))
+    ]
+    parts = list(map(_apply, roots, layout.chunks, dtypes, repeat(mesh), repeat(monitor)))
     for part in parts:
         monitor.follow(part.model, gathers=not part.replicated, end=part.fill_gradients)
     if ours and layout.shards > 1 and mesh.device_type == "cuda":
-        separate_reductions(views)
+        separate_reductions(roots)
     if len(parts) == 1:
         parts[0].links = links
         return parts[0]
     return ShardedModel(model, layout, parts=parts, links=links)
 
 
-def _apply(model: nn.Module, layout: Layout, mesh: DeviceMesh, monitor: PassMonitor) -> ShardedModel:
-    # losses are fp32; hidden states for the next pipeline stage are not
-    output = torch.float32 if getattr(model, "has_last_pp_stage", True) else layout.dtype("params")
+def _apply(
+    model: nn.Module, layout: Layout, output: torch.dtype, mesh: DeviceMesh, monitor: PassMonitor
+) -> ShardedModel:
     if layout.is_replicated:
         for tensor in (*model.parameters(), *model.buffers()):
             if not tensor.is_meta:
@@ -173,7 +178,7 @@ def _apply(model: nn.Module, layout: Layout, mesh: DeviceMesh, monitor: PassMoni
         return ShardedModel(model, layout, ReplicatedParameters(model, layout, replicas, output, monitor))
     full_mesh = mesh if layout.tp_size > 1 else None
     if full_mesh:
-        place_on_mesh(model, full_mesh)
+        place_on_mesh(model, layout.placements, full_mesh)
     switches, shards, hops = layout.switches, layout.shards, build_hops(layout, mesh)
     # Not 2-D for one replica: fully_shard would all-reduce along the first axis, in a group of one rank.
     mesh = mesh[DP_REPLICATE, DP_SHARD] if layout.replicas > 1 else mesh[DP_SHARD]

@@ -8,8 +8,9 @@ its gradient on each rank, which `sum_replicated_gradients` adds up. Applied on 
 compile and stage.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,9 +22,23 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardbook.arithmetic import ceil_div
 from shardbook.axes import TP
-from shardbook.comm.collectives import all_gather, reduce_scatter
-from shardbook.parallel.local_tensors import local_part
-from shardbook.parallel.units import FULL_NUMEL, TP_SHARDED
+from shardbook.comm.collectives import AllGatherTokens, ReduceScatterTokens, all_gather_tokens
+from shardbook.comm.compile_on_cuda import fused
+from shardbook.local_tensors import local_part
+from shardbook.model.causal_lm import CausalLM
+from shardbook.model.loss_head import ChunkLoss, LossHead, combine_ranks, local_exponentials, local_grad_logits
+from shardbook.parallel.units import Placement
+from shardbook.recipe import RecipeError
+
+ATTENTION, MLP = "layers.*.self_attn.", "layers.*.mlp."
+# How each linear of a block must be sharded by transformers' plan: the code below shards so, and refuses other plans.
+PLAN = {f"{ATTENTION}{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj")}
+PLAN |= {f"{MLP}{name}": "colwise" for name in ("gate_proj", "up_proj")}
+PLAN |= {f"{ATTENTION}o_proj": "rowwise", f"{MLP}down_proj": "rowwise"}
+UNSHARDED = ("replicated_with_grad_allreduce",)  # head norms: not sharded
+EMBEDDING = {
+    "embed_tokens": "embedding_rowwise"
+}  # said of a tied one by transformers 5.17; its rows are sharded here anyway
 
 
 @dataclass(eq=False)
@@ -57,50 +72,12 @@ class TPGroup:
 
     def all_gather(self, part: Tensor) -> Tensor:
         """All-gathers the tokens [1, n, hidden] of each rank as [1, size * n, hidden]; backward reduce-scatters."""
-        return _AllGather.apply(part, self)
+        return AllGatherTokens.apply(part, self)
 
     def reduce_scatter(self, full: Tensor) -> Tensor:
         """Reduce-scatters size * n tokens [..., hidden], of which each rank has a partial sum, to [1, n, hidden], this
         rank's part of the sum; backward all-gathers."""
-        return _ReduceScatter.apply(full, self)
-
-
-def all_gather_plain(part: Tensor, tp_group: TPGroup) -> Tensor:
-    """Gathers [1, n, ...] of each rank as [1, size * n, ...], without autograd. Collective."""
-    assert tp_group.process_group is not None, "there is no mesh yet"
-    full = part.new_empty(1, tp_group.size * part.shape[1], *part.shape[2:])
-    all_gather(full[0], part.contiguous()[0], tp_group.process_group)
-    return full
-
-
-def reduce_scatter_plain(full: Tensor, tp_group: TPGroup) -> Tensor:
-    assert tp_group.process_group is not None, "there is no mesh yet"
-    tokens = full.shape[:-1].numel()
-    part = full.new_empty(1, tokens // tp_group.size, full.shape[-1])
-    reduce_scatter(part[0], full.contiguous().view(tokens, -1), tp_group.process_group)
-    return part
-
-
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, tp_group: TPGroup) -> Tensor:
-        ctx.tp_group = tp_group
-        return all_gather_plain(part, tp_group)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> Any:
-        return reduce_scatter_plain(grad_output, ctx.tp_group), None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, full: Tensor, tp_group: TPGroup) -> Tensor:
-        ctx.tp_group, ctx.shape = tp_group, full.shape
-        return reduce_scatter_plain(full, tp_group)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> Any:
-        return all_gather_plain(grad_output, ctx.tp_group).view(ctx.shape), None
+        return ReduceScatterTokens.apply(full, self)
 
 
 class ShardedLinear(nn.Linear):
@@ -109,7 +86,7 @@ class ShardedLinear(nn.Linear):
 
     The gradient of a sharded weight is complete on its rank: only fully_shard reduces it, over the data axes. That of a
     whole one is a partial sum (`sum_replicated_gradients`). Gradients of inputs are reduce-scattered over tokens
-    (`_AllGather.backward`).
+    (`AllGatherTokens.backward`).
     """
 
     tp_group: TPGroup
@@ -153,6 +130,38 @@ class ShardedEmbedding(nn.Embedding):
         return self.tp_group.reduce_scatter(embedded.masked_fill(outside[..., None], 0.0))
 
 
+class VocabParallelHead(LossHead):
+    """A vocabulary-parallel loss head: a rank has the logits of its share of the vocabulary."""
+
+    tp_group: TPGroup
+    first: int  # the first token id of its rows
+
+    @property
+    def local_weight(self) -> Tensor:
+        return local_part(self.weight)
+
+    def chunk_loss_of(self, targets: Tensor) -> ChunkLoss:
+        return partial(vocab_parallel_cross_entropy, self.tp_group, targets - self.first)
+
+
+def vocab_parallel_cross_entropy(
+    tp_group: TPGroup, targets: Tensor, logits: Tensor, chunk: slice, trains: bool
+) -> tuple[Tensor, Tensor]:
+    """Returns `chunk_cross_entropy` of the rows `chunk` where each tensor-parallel rank has the logits [n, V] of its
+    part of the vocabulary, and `targets` count from the first of these. It takes one all-gather of three numbers a row
+    (Megatron-LM, arXiv 1909.08053, section 3, has two all-reduces). The losses are the same on every rank, the gradient
+    is that of its own logits. Collective."""
+    device_type = logits.device.type
+    exponentials = fused(local_exponentials, device_type, static_widths=True)
+    grad_logits, *row_stats = exponentials(logits, targets[chunk], trains)
+    gathered = all_gather_tokens(torch.stack(row_stats)[None], tp_group).view(tp_group.size, 3, -1)
+    losses, share = fused(combine_ranks, device_type)(gathered, row_stats[0])
+    if trains:
+        slopes = fused(local_grad_logits, device_type, static_widths=True)
+        grad_logits = slopes(grad_logits, share, targets[chunk]).to(logits.dtype)
+    return losses, grad_logits
+
+
 def make_row_parallel(module: nn.Module, tp_group: TPGroup, columns: slice | None = None) -> None:
     """Makes a linear row-parallel: a rank takes its share of the input features, and the results are partial sums. Its
     `columns` where each rank keeps the whole matrix."""
@@ -170,9 +179,12 @@ def make_column_parallel(module: nn.Module, tp_group: TPGroup, rows: Sequence[sl
     _become(module, ShardedLinear, tp_group=tp_group, rows=tuple(rows))
 
 
-def make_vocabulary_parallel(module: nn.Embedding, tp_group: TPGroup) -> None:
-    shard_parameter(module, "weight", 0, tp_group)
-    _become(module, ShardedEmbedding, tp_group=tp_group, first=tp_group.share(module.num_embeddings).start)
+def make_vocabulary_parallel(module: Any, kind: type[nn.Module], tp_group: TPGroup, is_tied: bool = False) -> None:
+    """Gives a rank the rows of its share of the vocabulary. `is_tied`: the module takes another one's."""
+    first = tp_group.share(len(module.weight)).start
+    if not is_tied:
+        shard_parameter(module, "weight", 0, tp_group)
+    _become(module, kind, tp_group=tp_group, first=first)
 
 
 def _become(module: Any, kind: type[nn.Module], **attributes: Any) -> None:
@@ -186,8 +198,6 @@ def shard_parameter(module: nn.Module, name: str, dim: int, tp_group: TPGroup) -
     full = getattr(module, name)
     share = tp_group.share(full.shape[dim])
     local = nn.Parameter(full.narrow(dim, share.start, share.stop - share.start).contiguous(), full.requires_grad)
-    setattr(local, TP_SHARDED, (dim, full.shape))
-    setattr(local, FULL_NUMEL, full.numel())
     setattr(module, name, local)
 
 
@@ -216,23 +226,22 @@ def gather_inputs(attention: nn.Module, mlp: nn.Module, tp_group: TPGroup) -> No
     mlp.register_forward_pre_hook(lambda module, inputs: tp_group.all_gather(inputs[0]))
 
 
-def place_on_mesh(model: nn.Module, mesh: DeviceMesh) -> None:
+def place_on_mesh(model: nn.Module, placements: Mapping[str, Placement], mesh: DeviceMesh) -> None:
     """Makes DTensors, with their whole shapes, of the parameters of `model` that are sharded along tp, on `mesh`'s axis
     tp. A tied parameter stays one. Sets the process group of every TPGroup."""
     along = mesh[TP]
     replaced: dict[nn.Parameter, nn.Parameter] = {}
+    for name, parameter in list(model.named_parameters()):
+        placement = placements[name]
+        if placement.tp_dim is not None:
+            stride = torch.empty(placement.shape, device="meta").stride()
+            local, dims = parameter.detach(), [Shard(placement.tp_dim)]
+            placed = DTensor.from_local(local, along, dims, run_check=False, shape=placement.shape, stride=stride)
+            replaced[parameter] = nn.Parameter(placed, parameter.requires_grad)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if (cut := getattr(parameter, TP_SHARDED, None)) is None:
-                continue
-            if parameter not in replaced:
-                dim, shape = cut
-                stride = torch.empty(shape, device="meta").stride()
-                placed = DTensor.from_local(
-                    parameter.detach(), along, [Shard(dim)], run_check=False, shape=shape, stride=stride
-                )
-                replaced[parameter] = nn.Parameter(placed, parameter.requires_grad)
-            setattr(module, name, replaced[parameter])
+            if parameter in replaced:
+                setattr(module, name, replaced[parameter])
     for module in model.modules():
         if isinstance(tp_group := getattr(module, "tp_group", None), TPGroup):
             tp_group.process_group = along.get_group()
@@ -255,3 +264,77 @@ def sum_replicated_gradients(model: nn.Module, mesh: DeviceMesh, numel: int) -> 
     dist.all_reduce(flat, group=mesh.get_group(TP))
     for part, summed in zip(parts, flat[: sum(sizes)].split(sizes), strict=True):
         part.copy_(summed.view_as(part))
+
+
+def apply_tensor_parallel(model: CausalLM, size: int, rank: int) -> None:
+    """Shards `model`, on the meta device, over `size` neighbouring tensor-parallel ranks, and keeps the parts of the
+    global `rank`. Raises RecipeError where the model cannot be sharded so."""
+    if size == 1:
+        return
+    config: Any = model.config
+    check_tp_size(config, size)
+    if type(model.embedding).forward is not nn.Embedding.forward:
+        setting = f"parallel.tp_size = {size}: family {config.model_type!r}"
+        raise RecipeError(f"{setting}: its embedding does more than look up rows; set parallel.tp_size=1")
+    tp_group = TPGroup(size, rank % size)
+    make_vocabulary_parallel(model.embedding, ShardedEmbedding, tp_group)
+    block: Any
+    for block in model.blocks:
+        shard_attention(block.self_attn, config, tp_group)
+        make_column_parallel(block.mlp.gate_proj, tp_group)
+        make_column_parallel(block.mlp.up_proj, tp_group)
+        make_row_parallel(block.mlp.down_proj, tp_group)
+        hold_local_weights(block)
+        gather_inputs(block.self_attn, block.mlp, tp_group)
+    model.norm.register_forward_hook(lambda module, inputs, output: tp_group.all_gather(output))
+    make_vocabulary_parallel(model.head, VocabParallelHead, tp_group, is_tied=model.is_tied)
+    model.tie()
+
+
+def check_tp_size(config: Any, size: int) -> None:
+    """Raises RecipeError where a model of `config` cannot be sharded over `size` tensor-parallel ranks."""
+    setting = f"parallel.tp_size = {size}"
+    stated = (config.base_model_tp_plan or {}).items()
+    plan = {name: how for name, how in stated if how not in UNSHARDED and EMBEDDING.get(name) != how}
+    if plan != PLAN or not isinstance(config.intermediate_size, int):  # a list: layers of other widths
+        other = sorted({how for name, how in plan.items() if PLAN.get(name) != how})
+        stated_plan = f"its plan: {', '.join(other) or 'other names'}"
+        raise RecipeError(
+            f"{setting}: family {config.model_type!r} cannot be sharded ({stated_plan}); set parallel.tp_size=1"
+        )
+    if size > config.num_attention_heads:
+        raise RecipeError(f"{setting}: the model has {config.num_attention_heads} heads; must be at most that")
+    if (width := config.intermediate_size) % size:
+        fits = ", ".join(str(n) for n in range(1, config.num_attention_heads + 1) if width % n == 0)
+        raise RecipeError(f"{setting}: does not divide the model's intermediate_size = {width}; it may be {fits}")
+    if ceil_div(config.vocab_size, size) * (size - 1) >= config.vocab_size:
+        raise RecipeError(f"{setting}: leaves a rank without any of the {config.vocab_size} tokens; set it lower")
+
+
+def shard_attention(attention: nn.Module, config: Any, tp_group: TPGroup) -> None:
+    """Shards the matrices where heads divide evenly; else each rank computes its own heads of the whole matrices."""
+    layer: Any = attention
+    heads, key_heads, dim = config.num_attention_heads, config.num_key_value_heads, layer.head_dim
+    query_heads, rank_key_heads = heads_of_rank(heads, key_heads, tp_group)
+    rows, key_rows = list[slice](), list[slice]()  # none: of a matrix that is cut
+    if heads % tp_group.size:
+        rows = [slice(query_heads.start * dim, query_heads.stop * dim)]
+    if heads % tp_group.size or key_heads % tp_group.size:
+        first, count = rank_key_heads[0], len(rank_key_heads)
+        together = rank_key_heads == list(range(first, first + count))
+        pieces = [(first, first + count)] if together else [(head, head + 1) for head in rank_key_heads]
+        key_rows = [slice(start * dim, stop * dim) for start, stop in pieces]
+    make_column_parallel(layer.q_proj, tp_group, rows)
+    make_row_parallel(layer.o_proj, tp_group, *rows)
+    for projection in (layer.k_proj, layer.v_proj):
+        make_column_parallel(projection, tp_group, key_rows)
+    layer.num_key_value_groups = len(query_heads) // len(rank_key_heads)
+
+
+def heads_of_rank(heads: int, key_heads: int, tp_group: TPGroup) -> tuple[range, list[int]]:
+    """Returns this rank's query heads, and the heads of keys and values that it computes for them: each once, where all
+    serve equally many of its query heads; else repeated, one for each query head."""
+    query_heads = tp_group.balanced(heads)
+    served = [head * key_heads // heads for head in query_heads]
+    once = sorted(set(served))
+    return query_heads, once if len({served.count(head) for head in once}) == 1 else served

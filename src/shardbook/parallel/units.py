@@ -4,8 +4,8 @@ Invariant: every parameter is in exactly one unit, a tied one too. Units hold fa
 the meta device, and no rank need exist, so a plan's formulas read the same units as a run.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
@@ -14,17 +14,35 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardbook.arithmetic import ceil_div, round_up
+from shardbook.model.experts import matrices_of
+from shardbook.model.marks import FORWARD_ONLY, GATHERED, packed_numel
 from shardbook.recipe import Parallel, RecipeError
 
-# Attributes that are set on modules and parameters:
-# on a module that no backward reaches: it is RESHARDED after its forward, or GATHERED until the pass ends
-FORWARD_ONLY = "forward_only"
-RESHARDED, GATHERED = "resharded", "gathered"
-FULL_NUMEL = "full_numel"  # on a packed or tensor-parallel parameter: its number of elements in the whole model
-# on one pipeline stage of a model: the shape of every parameter of the whole model, by name
-FULL_SHAPES = "full_shapes"
-STACKED = "stacked"  # on a module: the shapes of parameters that are stacks of matrices, by name (model/experts.py)
-TP_SHARDED = "tp_sharded"  # on a parameter that is sharded along tp: the dim, and its whole shape
+
+@dataclass(frozen=True)
+class Placement:
+    """A parameter's place in the whole model, which is on no rank: its shape there, and what was done to it."""
+
+    shape: torch.Size  # in the whole model
+    numel: int  # the elements that it stands for: more than it has where they are packed
+    trained: bool  # it gets a gradient
+    tp_dim: int | None = None  # the dim that ranks along tp share; None: they have the same
+
+
+def place_whole(model: nn.Module) -> dict[str, Placement]:
+    """Returns the placements of the parameters of `model`, which is whole, by name and in order."""
+    packed, named = packed_numel(model), model.named_parameters()
+    return {name: Placement(p.shape, packed.get(p, p.numel()), p.requires_grad) for name, p in named}
+
+
+def note_shards(placements: dict[str, Placement], model: nn.Module) -> dict[str, Placement]:
+    """Returns `placements` with the dims in which the parameters of `model` are now smaller than in the whole model."""
+    noted = dict(placements)
+    for name, parameter in model.named_parameters():
+        pairs = zip(placements[name].shape, parameter.shape, strict=True)
+        dims = [dim for dim, (full, local) in enumerate(pairs) if full != local]
+        noted[name] = replace(placements[name], tp_dim=dims[0] if dims else None)
+    return noted
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity: plans look a unit up thousands of times
@@ -111,18 +129,6 @@ class Unit:
         return module
 
 
-def matrices_of(blocks: Iterable[nn.Module]) -> set[nn.Parameter]:
-    """Returns the matrices inside `blocks`; a stack of matrices, which experts are, is none."""
-    stacked = {p for block in blocks for p in stacked_parameters(block)}
-    return {p for block in blocks for p in block.parameters() if p.ndim == 2} - stacked
-
-
-def stacked_parameters(block: nn.Module) -> dict[nn.Parameter, int]:
-    """Returns the parameters of `block` that are stacks of matrices, with the number of matrices in each."""
-    shapes = ((module, getattr(module, STACKED, {})) for module in block.modules())
-    return {p: of[name][0] for module, of in shapes for name, p in module.named_parameters(recurse=False) if name in of}
-
-
 def shard_rows(rows: int, ranks: int, rank: int) -> int:
     """Returns the rows of dim 0 of shard `rank` of `ranks`, without padding: the last ones may be shorter, or empty."""
     padded = ceil_div(rows, ranks)
@@ -135,6 +141,7 @@ def choose_units(
     blocks: Sequence[nn.Module],
     reshard_after_forward: bool,
     parallel: Parallel,
+    placements: Mapping[str, Placement],
 ) -> tuple[Unit, ...]:
     """Returns the units of `model` in forward order, outer before inner, but the root (with all other parameters) last.
 
@@ -143,6 +150,7 @@ def choose_units(
     """
     in_blocks = {module for block in blocks for module in block.modules()}
     matrices = matrices_of(blocks)
+    placed = {parameter: placements[name] for name, parameter in model.named_parameters()}
     outer = [part for part in parts if part[0] not in in_blocks and not hasattr(part[0], FORWARD_ONLY)]
     units, taken = [], set[nn.Parameter]()
     for modules in [*parts[::-1], [model]]:  # inner before outer: an inner unit's parameters are its own
@@ -161,8 +169,8 @@ def choose_units(
                 trained=tuple(p.requires_grad for p in parameters),
                 itemsizes=tuple(p.element_size() for p in parameters),
                 is_block_matrix=tuple(p in matrices for p in parameters),
-                tp_sharded=tuple(hasattr(p, TP_SHARDED) for p in parameters),
-                parameters=count_parameters(parameters),
+                tp_sharded=tuple(placed[p].tp_dim is not None for p in parameters),
+                parameters=sum(placed[p].numel for p in parameters),
                 reshard_after_backward=is_resharded,
                 reshard_after_forward=is_resharded
                 and not is_root_like
@@ -206,12 +214,6 @@ def parameters_of_units(units: Sequence[Unit]) -> dict[Unit, list[nn.Parameter]]
 
 def _parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     return list(dict.fromkeys(p for module in modules for p in module.parameters()))
-
-
-def count_parameters(parameters: Iterable[nn.Parameter]) -> int:
-    """Returns how many elements of the whole model `parameters` stand for: more than they hold where they are
-    packed or sharded along tp."""
-    return sum(getattr(parameter, FULL_NUMEL, parameter.numel()) for parameter in parameters)
 
 
 def backward_order(units: Sequence[Unit]) -> list[Unit]:

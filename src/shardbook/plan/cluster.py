@@ -15,15 +15,15 @@ from transformers import PreTrainedConfig
 
 from shardbook.memory.host_state import offloaded_bytes
 from shardbook.model.attention import kernel_on_gpu
-from shardbook.model.causal_lm import CausalLM, Flops, count_flops
-from shardbook.model.context import check_heads
-from shardbook.model.placement import World, build_adapted, layout_of
+from shardbook.model.flops import Flops
+from shardbook.model.marks import NOT_STORED
 from shardbook.model.selfcheck import check_family
 from shardbook.model.shapes import shape_config
-from shardbook.model.weights import student_parameters
+from shardbook.parallel.context import check_heads
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.mesh import describe_sizes
-from shardbook.parallel.units import Unit, count_parameters
+from shardbook.parallel.placement import LocalModel, World, build_local, layout_of
+from shardbook.parallel.units import Unit
 from shardbook.plan.formulas import predict_copied, predict_traffic
 from shardbook.plan.hardware import Cluster
 from shardbook.plan.peak import Peak, predict_fullest
@@ -144,27 +144,28 @@ class Planner:
 
     recipe: Recipe  # without `auto`: for a GPU
     config: PreTrainedConfig
-    model: CausalLM
+    local: LocalModel  # without a pipeline
     document_tokens: float = DOCUMENT_TOKENS
     teacher: PreTrainedConfig | None = None
     layouts: dict[tuple[str, str, int, int, int], Layout] = field(default_factory=dict)
     units: dict[Any, tuple[Unit, ...]] = field(default_factory=dict)  # of layouts of the same part, chosen once
     # a rank's part of the model, by tp size, pipeline settings and pipeline stage
-    part_models: dict[tuple[Any, ...], CausalLM] = field(default_factory=dict)
+    part_models: dict[tuple[Any, ...], LocalModel] = field(default_factory=dict)
 
     @cached_property
     def parameters(self) -> int:
-        return count_parameters(parameter for _, parameter in student_parameters(self.model))
+        placements = self.local.placements.items()
+        return sum(placement.numel for name, placement in placements if not name.startswith(NOT_STORED))
 
-    @cached_property
+    @property
     def flops(self) -> Flops:
-        return count_flops(self.model)
+        return self.local.flops
 
-    def model_of(self, parallel: Parallel, stage: int = 0) -> CausalLM:
+    def part_of(self, parallel: Parallel, stage: int = 0) -> LocalModel:
         """Returns the part of the model that pipeline stage `stage` has. RecipeError where it cannot be shared so."""
         key = (parallel.tp_size, *pipeline_settings(parallel).values(), stage)
         if parallel.pp_size == 1 and parallel.tp_size == self.recipe.parallel.tp_size:
-            return self.model
+            return self.local
         if key not in self.part_models:
             settings = self.recipe.parallel.model_copy(
                 update={"tp_size": parallel.tp_size, **pipeline_settings(parallel)}
@@ -173,13 +174,13 @@ class Planner:
             demands = check_family(self.config).demands
             kernel = kernel_on_gpu(recipe.model.attention, demands)
             place = kernel, self.teacher, stage * inside, settings.pp_size * inside
-            self.part_models[key] = build_adapted(recipe, self.config, *place)
+            self.part_models[key] = build_local(recipe, self.config, *place)
         return self.part_models[key]
 
     def layout_of(self, recipe: Recipe, cluster: Cluster, stage: int) -> Layout:
         key = (recipe.parallel.model_dump_json(), recipe.offload.model_dump_json(), cluster.gpus, cluster.a_node, stage)
         if key not in self.layouts:
-            self.layouts[key] = layout_of(recipe, self.model_of(recipe.parallel, stage), World(*key[2:4]), self.units)
+            self.layouts[key] = layout_of(recipe, self.part_of(recipe.parallel, stage), World(*key[2:4]), self.units)
         return self.layouts[key]
 
     def lay_out(self, recipe: Recipe, cluster: Cluster) -> Candidate:
@@ -245,7 +246,7 @@ class Planner:
             if conflicts(self.recipe.model_copy(update={"parallel": parallel})):
                 continue
             try:
-                self.model_of(parallel)
+                self.part_of(parallel)
                 check_heads(self.config, parallel)
             except RecipeError:
                 continue
@@ -332,5 +333,5 @@ def build_planner(recipe: Recipe, document_tokens: float = DOCUMENT_TOKENS) -> P
     teacher = shape_config(distill.model, longest, "distill.teacher") if distill.teacher else None
     unpiped = with_settings(recipe, {f"parallel.{key}": value for key, value in pipeline_settings(Parallel()).items()})
     attention = kernel_on_gpu(recipe.model.attention, check_family(config).demands)
-    model = build_adapted(unpiped, config, attention, teacher)
-    return Planner(recipe, config, model, min(document_tokens, longest), teacher)
+    local = build_local(unpiped, config, attention, teacher)
+    return Planner(recipe, config, local, min(document_tokens, longest), teacher)

@@ -12,14 +12,13 @@ from math import prod
 from typing import NamedTuple
 
 from shardbook.arithmetic import ceil_div, round_up
-from shardbook.axes import DP_REPLICATE, DP_SHARD, INSIDE, PP, PP_BACKWARD, PP_ENDS, PP_FORWARD, TP, WORLD
+from shardbook.axes import DP_REPLICATE, DP_SHARD, INSIDE, PP, PP_BACKWARD, PP_ENDS, PP_FORWARD, TP, WORLD, rank_along
 from shardbook.comm.ledger import Traffic, Volume
 from shardbook.comm.quantize import buffer_bytes
 from shardbook.memory.host_state import moved_bytes, plan_unit
 from shardbook.optim.muon import WIRE_BYTES
 from shardbook.optim.table import OPTIMIZERS
 from shardbook.parallel.layout import Layout, cached_per_layout
-from shardbook.parallel.mesh import rank_along
 from shardbook.parallel.schedule import Action
 from shardbook.parallel.units import Unit, shard_rows
 

@@ -10,13 +10,12 @@ from dataclasses import asdict, dataclass, replace
 from itertools import compress
 from math import prod
 
-from shardbook.axes import DP_SHARD
+from shardbook.axes import DP_SHARD, rank_along
 from shardbook.comm.ledger import Traffic
 from shardbook.memory.direct_io import COPY_ALIGN
 from shardbook.memory.host_state import offloaded_bytes
 from shardbook.optim.table import OPTIMIZERS
 from shardbook.parallel.layout import Layout, cached_per_layout
-from shardbook.parallel.mesh import rank_along
 from shardbook.parallel.units import shard_rows
 from shardbook.plan.events import BlockTraffic, count_traffic, step_bytes, step_events, step_passes
 from shardbook.recipe import Offload, Stage

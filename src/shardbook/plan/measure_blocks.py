@@ -22,10 +22,10 @@ from shardbook.memory.activation import apply_checkpointing
 from shardbook.model.attention import Kernel, kernel_of, kernel_on_gpu
 from shardbook.model.causal_lm import build_model, materialize
 from shardbook.model.comparisons import raise_if_ours
-from shardbook.model.placement import build_adapted
 from shardbook.model.selfcheck import check_family, remember
 from shardbook.model.shrink import keep_layers
 from shardbook.parallel.context import CPGroup
+from shardbook.parallel.placement import build_local
 from shardbook.parallel.tensor import TPGroup
 from shardbook.plan.memory_trace import MemoryTrace, full_rows, meta_tensors
 from shardbook.recipe import Activation, Distill, Offload, Parallel, Precision, Recipe, RecipeError, Train, first_line
@@ -207,7 +207,7 @@ def run(recipe: Recipe, kinds: Kinds, kernel: Kernel, lengths: Sequence[int]) ->
     Meta tensors are faster than fake ones, and have the same sizes; but sdpa looks at the device, and some families ask
     for a number. Raises Unmeasured where a block runs on neither."""
     for device, without_memory in ((torch.device("meta"), meta_tensors), (torch.device("cpu"), fake_tensors)):
-        model = build_adapted(recipe, copy.deepcopy(kinds.few), kernel)
+        model = build_local(recipe, copy.deepcopy(kinds.few), kernel).model
         lend_groups(model)
         apply_checkpointing(model.blocks, recipe.activation, recipe.lora.lora_dropout > 0)
         lines = dict[int, MemoryTrace]()

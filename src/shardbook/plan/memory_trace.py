@@ -202,7 +202,7 @@ def full_rows(recipe: Recipe, slices: int) -> MicroBatch:
     known = torch.zeros(len(trained)) if of_row > 1 and recipe.preference.precompute_ref_log_probs else None
     counts = torch.zeros(len(trained)) if of_row > 1 else None
     facts = recipe.data.packing, length, 0, trained
-    return MicroBatch(ids, ids.clone(), cu_seqlens, positions, positions.clone(), *facts, counts, ends, known)
+    return MicroBatch(ids, ids.clone(), cu_seqlens, positions, positions.clone(), *facts, counts, ends, known, slices)
 
 
 @contextmanager

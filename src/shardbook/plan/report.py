@@ -8,7 +8,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from shardbook.model.placement import World, place_model
+from shardbook.parallel.placement import World, place_model
 from shardbook.plan.advice import ADAPTERS, Advice, advise, fit_adapters
 from shardbook.plan.cluster import DISK, DOCUMENT_TOKENS, SIZE_KEYS, Candidate, Planner, build_planner
 from shardbook.plan.events import step_bytes

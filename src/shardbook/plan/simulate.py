@@ -21,12 +21,12 @@ from shardbook.data.loader import MicroBatch, count_totals
 from shardbook.data.tokenized import Totals
 from shardbook.memory.activation import apply_checkpointing
 from shardbook.model.causal_lm import CausalLM, materialize
-from shardbook.model.placement import PlacedModel
+from shardbook.model.experts import matrices_of
 from shardbook.optim.table import OPTIMIZERS
 from shardbook.parallel.mesh import build_mesh
 from shardbook.parallel.pass_monitor import tensors_in
+from shardbook.parallel.placement import PlacedModel
 from shardbook.parallel.sharding import ShardedModel, apply_stage
-from shardbook.parallel.units import matrices_of
 from shardbook.plan.measure_blocks import kinds_of
 from shardbook.plan.memory_trace import LiveBytes, full_rows
 from shardbook.recipe import RecipeError

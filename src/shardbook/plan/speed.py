@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 from shardbook.arithmetic import ceil_div
 from shardbook.axes import CP, PP_FORWARD, TP
 from shardbook.gpus import gpu_of
-from shardbook.model.causal_lm import Flops
+from shardbook.model.flops import Flops
 from shardbook.optim.muon import orthogonal_flops
 from shardbook.optim.table import OPTIMIZERS, Optimizer
 from shardbook.parallel.layout import Layout

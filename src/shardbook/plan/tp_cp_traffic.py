@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from shardbook.axes import TP
 from shardbook.data.loader import MicroBatch
 from shardbook.model.attention import head_size
-from shardbook.model.context import own_heads, partition_heads
+from shardbook.parallel.context import own_heads, partition_heads
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.schedule import bubble, in_flight
 from shardbook.plan.events import BlockTraffic, Collectives

@@ -24,15 +24,14 @@ from shardbook.data.template import CLOCK
 from shardbook.data.tokenized import Documents, build_documents, check_vocabulary, column
 from shardbook.memory.host_state import available_memory
 from shardbook.model.attention import head_size
-from shardbook.model.causal_lm import Flops, count_flops
 from shardbook.model.families import load_config
 from shardbook.model.flash import choose_flash, current_flash, use_flash
 from shardbook.model.hub import check_weights, config_folder, model_folder, tokenizer_folder
-from shardbook.model.placement import PlacedModel, World, place_model
 from shardbook.model.selfcheck import check_family, remember
 from shardbook.model.weight_files import digest_ends
 from shardbook.objectives import Objective, build_objective
 from shardbook.optim.table import OPTIMIZERS
+from shardbook.parallel.placement import PlacedModel, World, place_model
 from shardbook.plan.formulas import predict_memory_metrics
 from shardbook.plan.hardware import HOST_ROOM
 from shardbook.plan.measure_blocks import KNOWN_BLOCKS, Unmeasured
@@ -68,7 +67,6 @@ class Job(PlacedRun):
     batching: Batching
     loader: Loader
     steps: int
-    flops: Flops
     peak: Peak | None
     no_plan_reason: str  # the reason why there is no peak
     forecast: dict[str, float | int]  # predicted metrics
@@ -145,12 +143,12 @@ def prepare_job(placed: PlacedRun, in_turn: InTurn = nullcontext, day: str = "")
     batching = choose_batching(recipe.data, recipe.train, place, world.device_type, *parts, sequences=sequences)
     loader = Loader(documents, batching, micros, recipe.train.seed)
     steps = recipe.train.steps or math.ceil(recipe.train.epochs * len(documents.rows) / loader.rows_per_step)
-    flops, peak, no_plan_reason = count_flops(placed.model), None, ""
+    peak, no_plan_reason = None, ""
     forecast: dict[str, float | int] = {}
 
     def look_ahead() -> tuple[Peak, dict[str, float | int]]:
         check_host(placed, documents)
-        speed = predict_perf_metrics(layout, config, recipe, flops, documents.mean_length, world.device_name)
+        speed = predict_perf_metrics(layout, config, recipe, placed.flops, documents.mean_length, world.device_name)
         return predict_peak(layout, config, recipe), speed
 
     try:
@@ -166,7 +164,7 @@ def prepare_job(placed: PlacedRun, in_turn: InTurn = nullcontext, day: str = "")
     data: dict[str, Any] = {"folder": folder, "documents": documents, "held_out": held_out, "prompts": prompts}
     how = data | {"objective": objective, "batching": batching, "loader": loader, "steps": steps}
     outlook = {"peak": peak, "no_plan_reason": no_plan_reason, "forecast": forecast}
-    return Job(**vars(placed) | {"recipe": recipe, "flops": flops} | how | outlook)
+    return Job(**vars(placed) | {"recipe": recipe} | how | outlook)
 
 
 def _check_same_files(

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from shardbook.model.placement import World
+from shardbook.parallel.placement import World
 from shardbook.recipe import Recipe
 from shardbook.run.checkpoint.format import newest_checkpoint
 from shardbook.run.directory import first_day, read_facts

@@ -112,12 +112,12 @@ def _first_whole(paths: list[Path], load: Callable[[Path], T], named: str) -> T:
 
 def load_base(recipe: Recipe, sharded: ShardedModel, folder: Path) -> str:
     """Loads every parameter's initial value: from `folder` or random, adapters new or peft's. Returns the source."""
-    is_random, seed = recipe.model.init == "random", recipe.train.seed
+    is_random, seed, shapes = recipe.model.init == "random", recipe.train.seed, sharded.layout.full_shapes
     if is_random:
-        init_weights(sharded.masters, seed)
+        init_weights(sharded.masters, seed, full_shapes=shapes)
     else:
-        init_weights(sharded.masters, seed, only=SCORE)
-        load_weights(sharded.masters, folder)
+        init_weights(sharded.masters, seed, only=SCORE, full_shapes=shapes)
+        load_weights(sharded.masters, folder, shapes)
     model: Any = sharded.model
     if recipe.lora.r:
         model.identity = weights_identity(recipe.model, seed, folder)

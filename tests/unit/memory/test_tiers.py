@@ -20,8 +20,8 @@ from shardbook.memory.host_adamw import HostAdamW
 from shardbook.memory.host_state import STAGINGS, OffloadedUnit, allocate_units, staging_bytes
 from shardbook.memory.tiers import RING, Prefetcher
 from shardbook.model.attention import KERNELS
-from shardbook.model.placement import build_adapted
 from shardbook.parallel.layout import build_layout
+from shardbook.parallel.placement import build_local
 from shardbook.ranks.exits import RunFailed
 from shardbook.recipe import Optim, Precision, resolve_precision
 
@@ -127,9 +127,9 @@ def laid_out(tied=True, lora=None, world=4, **tiers):
     recipe = settings(offload={"optimizer": "cpu", **tiers})
     made = config("llama", tied=tied, num_hidden_layers=3)
     adapted = resolve_precision(settings(**({"lora": lora} if lora else {})), "cpu")
-    model = build_adapted(adapted, made, KERNELS["varlen"], None)
-    own = (recipe.parallel, Precision(params="bf16"), model, model.parts, model.blocks)
-    return build_layout(*own, world, world, recipe.offload)
+    model = build_local(adapted, made, KERNELS["varlen"], None).model
+    parts = (recipe.parallel, Precision(params="bf16"), model, model.parts, model.blocks)
+    return build_layout(*parts, world, world, recipe.offload)
 
 
 @pytest.mark.parametrize("tied", [True, False])

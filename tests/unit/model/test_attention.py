@@ -16,9 +16,9 @@ from shardbook.data.loader import ROUND_TO, Batching, build_micro_batch
 from shardbook.memory.activation import SAVED_OPS, choice_contexts
 from shardbook.model import attention, masks
 from shardbook.model.attention import KERNELS, choose_attention
+from shardbook.model.batch import Batch
 from shardbook.model.causal_lm import build_model, materialize
 from shardbook.model.masks import BLOCK
-from shardbook.parallel.batch import Batch
 from shardbook.recipe import RecipeError
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

@@ -1,6 +1,5 @@
 """Transformers' own base model runs the blocks; what is ours around each of them is called once, in order."""
 
-import contextlib
 import itertools
 
 import pytest
@@ -10,11 +9,10 @@ from tiny import config, write_model
 
 from shardbook.model import attention, blocks
 from shardbook.model.attention import KERNELS
+from shardbook.model.blocks import copy_view, keep_blocks
 from shardbook.model.causal_lm import build_model
 from shardbook.model.hf_model import at, put
 from shardbook.model.masks import attention_mask, number_documents, rule_on_positions
-from shardbook.model.pipeline import _view, keep_blocks, split_stages
-from shardbook.recipe import Parallel
 
 
 @pytest.fixture(scope="module")
@@ -22,27 +20,10 @@ def folder(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("model"), num_hidden_layers=5)
 
 
-def test_each_block_runs_once_in_order_inside_what_is_around_it(folder):
-    model, seen = load(folder), []
-    inside = [block.register_forward_pre_hook(lambda *_: seen.append("block")) for block in model.blocks]
-
-    @contextlib.contextmanager
-    def around(number, hidden):
-        seen.append((number, tuple(hidden.shape)))
-        yield
-        seen.append("done")
-
-    model.around_block = around
-    batch = micro(True)
-    gradients(model, batch)
-    shape = (*batch.input_ids.shape, 32)
-    assert seen == [word for number in range(len(inside)) for word in ((number, shape), "block", "done")]
-
-
 def halves(folder):
     """Loss and gradients of two chunks of layers on one rank, as an interleaved pipeline has them on several."""
     whole, batch = load(folder), micro(True)
-    first, second = _view(whole), _view(whole)
+    first, second = copy_view(whole), copy_view(whole)
     keep_blocks(first, range(2), True, False)
     keep_blocks(second, range(2, 5), False, True)
     hidden = first(batch)
@@ -66,30 +47,28 @@ def test_a_chunk_that_takes_what_the_forward_has_is_seen(tmp_path, monkeypatch):
     """Planted: the first block of a stage gets the base model's scaled input, not what was received."""
     write_model(tmp_path, "granite", tied=False, num_hidden_layers=5)
     wanted = gradients(load(tmp_path), micro(True))
-    monkeypatch.setattr(
-        blocks.Blocks,
-        "__getitem__",
-        lambda own, index: [blocks.BlockCall(n, block, own.facts[n], False) for n, block in enumerate(own.all)][index],
-    )
+    monkeypatch.setattr(blocks.Absent, "forward", lambda absent, hidden, *_, **__: hidden)
     with pytest.raises(AssertionError):
         assert_close(halves(tmp_path), wanted)
 
 
 def test_a_block_that_is_not_here_keeps_what_a_forward_may_ask_of_it():
     model = build_model(config("qwen3", num_hidden_layers=4), "fp32")
-    split_stages(model, Parallel(pp_size=2), 1, 2)
-    steps = list(at(model.base, model.names.blocks))
+    asked = {
+        name: getattr(model.blocks[0], name) for name in ("hidden_size", "layer_type") if hasattr(model.blocks[0], name)
+    }
+    keep_blocks(model, range(2, 4), False, True)
+    listed = list(at(model.base, model.names.blocks))
     assert [block is None for block in model.all_blocks] == [True, True, False, False]
-    assert steps[0].training is True and steps[3].self_attn is model.blocks[1].self_attn
-    with pytest.raises(AttributeError, match="a block of another rank has no 'self_attn'"):
-        _ = steps[0].self_attn
-    with pytest.raises(AttributeError):  # not silently on what stands for it
-        steps[3].forward = None
+    assert asked and all(getattr(listed[0], name) == value for name, value in asked.items())
+    assert listed[2:] == model.blocks and not list(listed[0].parameters())
+    with pytest.raises(AttributeError, match="'Absent' object has no attribute 'self_attn'"):
+        _ = listed[0].self_attn
 
 
 def test_a_part_is_found_and_replaced_by_its_dotted_name():
     model = build_model(config(), "fp32")
-    assert at(model.base, "layers").all[1] is model.blocks[1] and model.embedding is model.model.embed_tokens
+    assert at(model.base, "layers")[1] is model.blocks[1] and model.embedding is model.model.embed_tokens
     put(model.model, "norm", None)
     assert model.norm is None
 

@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from shardbook.data.loader import Batching, build_micro_batch
 from shardbook.model.attention import KERNELS
-from shardbook.model.causal_lm import build_model, count_flops, materialize
+from shardbook.model.causal_lm import build_model, materialize
+from shardbook.model.flops import count_flops
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -18,9 +18,9 @@ from shardbook.comm.versions import release_of
 from shardbook.model import comparisons, file_names, selfcheck
 from shardbook.model.causal_lm import CausalLM
 from shardbook.model.comparisons import STEPS, cached_logits, decode_by_steps, relative_error
-from shardbook.model.placement import check_recipe
 from shardbook.model.selfcheck import check_family
 from shardbook.model.weight_files import StoredTensor
+from shardbook.parallel.placement import check_recipe
 from shardbook.recipe import Recipe
 
 # of which some families do not read what they wrote, and others have another cache

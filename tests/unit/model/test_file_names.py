@@ -47,7 +47,10 @@ def load(folder, family):
 
 
 def export(model, source, out, dtype="fp32"):
-    shapes, beside = weights.full_shapes(model), (model.files, weights.stored_buffers(model))
+    shapes, beside = (
+        {name: parameter.shape for name, parameter in model.named_parameters()},
+        (model.files, weights.stored_buffers(model)),
+    )
     tensors = weights.full_tensors(model, dtype)
     weights.save_weights(out, tensors, shapes, model.config, tokenizer(), source, dtype, True, *beside)
 

@@ -13,7 +13,7 @@ from tiny import write_model
 from torch.torch_version import TorchVersion
 
 from shardbook.model import flash
-from shardbook.model.placement import World
+from shardbook.parallel.placement import World
 from shardbook.recipe import load_recipe
 from shardbook.run import directory
 from shardbook.run.checkpoint.format import StoredCheckpoint

@@ -9,7 +9,7 @@ from huggingface_hub.utils import filter_repo_objects
 from tiny import write_model
 
 from shardbook.model.hub import config_folder, model_folder, tokenizer_folder
-from shardbook.model.placement import World
+from shardbook.parallel.placement import World
 from shardbook.recipe import Distill, Model, RecipeError, parse_recipe
 from shardbook.run.load_teacher import fill_teacher
 from shardbook.run.prepare import place_run

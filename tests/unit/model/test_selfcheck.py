@@ -17,9 +17,9 @@ from varlen import plain_varlen_attn
 
 from shardbook.model import attention, hf_model, masks, selfcheck
 from shardbook.model.attention import KERNELS, PLAIN
-from shardbook.model.placement import World, check_recipe, place_model
 from shardbook.model.selfcheck import check_family
 from shardbook.model.shrink import keep_layers
+from shardbook.parallel.placement import World, check_recipe, place_model
 from shardbook.recipe import Recipe, resolve_precision
 
 # one of each sort: windows, two rotations and scaled embeddings, caps, sinks and experts, chunks, a scale, a divisor, a

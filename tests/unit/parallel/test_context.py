@@ -10,7 +10,7 @@ from tiny import config, said_by, write_recipe
 
 from shardbook.axes import CP, DP_REPLICATE, DP_SHARD, TP
 from shardbook.data.loader import Batching, build_micro_batch
-from shardbook.model.context import own_heads, partition_heads, split_rows
+from shardbook.parallel.context import apply_context_parallel, own_heads, partition_heads
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.library import shard_model
 from shardbook.parallel.mesh import DataRank, fold_sizes, resolve_sizes, unfold_sizes
@@ -64,7 +64,7 @@ def test_more_ranks_than_heads_are_refused_on_each(heads, parallel, said):
     parallel = Parallel(**parallel)
     model = SimpleNamespace(config=config(hidden_size=8 * heads, num_attention_heads=heads, num_key_value_heads=1))
     for rank in range(parallel.cp_size * parallel.tp_size):
-        refused = said_by(split_rows, model, parallel, rank)
+        refused = said_by(apply_context_parallel, model, parallel, rank)
         assert refused.startswith(f"parallel.cp_size = {parallel.cp_size}: ") and refused.endswith(said), refused
 
 

@@ -5,20 +5,23 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from plans import settings
 from tiny import config, said_by, write_recipe
 
 from shardbook.axes import CP, DATA_AXES, DP_REPLICATE, DP_SHARD, PP, PP_BACKWARD, PP_ENDS, PP_FORWARD, TP
-from shardbook.model.causal_lm import build_model, count_flops
-from shardbook.model.pipeline import split_stages
-from shardbook.model.tensor import apply_tensor_parallel
-from shardbook.model.weights import full_shapes, student_parameters
+from shardbook.model.causal_lm import build_model
+from shardbook.model.flops import count_flops
+from shardbook.model.weights import student_parameters
 from shardbook.optim import build_optimizer
-from shardbook.parallel.layout import Layout, build_layout
+from shardbook.parallel import placement
+from shardbook.parallel.layout import Layout
 from shardbook.parallel.library import shard_model
 from shardbook.parallel.mesh import DataRank, resolve_sizes
 from shardbook.parallel.pipeline import build_pipeline_links
+from shardbook.parallel.placement import World, build_local
 from shardbook.parallel.schedule import Pipeline, layers_per_pp_stage
-from shardbook.recipe import STAGES, Optim, Parallel, Precision, load_recipe
+from shardbook.parallel.units import place_whole
+from shardbook.recipe import STAGES, Optim, Parallel, load_recipe, resolve_precision
 
 TWO, LOOPED = "parallel.pp_size=2", "parallel.pipeline_schedule=interleaved"
 ALONE, SWITCH = ["there is no pipeline", "set parallel.pp_size"], ["a switch of ZeRO++", "leave parallel.quantize"]
@@ -90,10 +93,10 @@ def parallel_of(ranks: int, chunks: int = 1, **more) -> Parallel:
 
 def part_of(parallel: Parallel, rank: int, world: int, **facts):
     """The model as the global `rank` has it."""
-    model = build_model(config(**facts), "fp32")
-    apply_tensor_parallel(model, parallel.tp_size, rank)
-    split_stages(model, parallel, rank, world)
-    return model
+    recipe = resolve_precision(
+        settings(parallel=parallel, train={"steps": 1, "gradient_accumulation_steps": parallel.pp_size}), "cpu"
+    )
+    return build_local(recipe, config(**facts), rank=rank, world_size=world)
 
 
 @pytest.mark.parametrize(
@@ -147,17 +150,16 @@ def test_names_shapes_and_work_are_those_of_the_whole(ranks, chunks, tp_size, ti
     shapes = {name: parameter.shape for name, parameter in whole.named_parameters()}
     times = dict.fromkeys(shapes, 0)
     for rank in range(world):
-        part = part_of(parallel_of(ranks, chunks, tp_size=tp_size), rank, world, **facts)
-        assert list(full_shapes(part).items()) == list(shapes.items())
-        assert count_flops(part) == count_flops(whole)
-        assert [name in part.state_dict() for name in ("model.norm.weight", "lm_head.weight")] == [
-            part.has_last_pp_stage
-        ] * 2
+        local = part_of(parallel_of(ranks, chunks, tp_size=tp_size), rank, world, **facts)
+        part = local.model
+        assert [(name, each.shape) for name, each in local.placements.items()] == list(shapes.items())
+        assert local.flops == count_flops(whole)
+        assert [name in part.state_dict() for name in ("model.norm.weight", "lm_head.weight")] == [part.has_head] * 2
         own = [name for name, _ in student_parameters(part)]
         assert own == [name for name in shapes if name in own]  # in the whole model's order
         for name in own:
             times[name] += 1
-        runs = [block for chunk in part.chunks for block in chunk.blocks]
+        runs = [block for chunk in local.chunks for block in chunk.blocks]
         assert sorted(map(id, runs)) == sorted(map(id, part.blocks)), "blocks of chunks are those of the rank"
     twice = {"model.embed_tokens.weight": 2 * tp_size} if tied else {}  # at either end
     assert times == dict.fromkeys(shapes, tp_size) | twice
@@ -167,23 +169,32 @@ def test_names_shapes_and_work_are_those_of_the_whole(ranks, chunks, tp_size, ti
 def test_bf16_moments_round_by_the_number_in_the_whole_model(tied):
     """So copies of a tied weight stay the same."""
 
-    def numbers(model):
-        optimizer = build_optimizer(model, Optim(name="adamw_bf16", learning_rate=1e-3))
+    def numbers(model, placements):
+        shapes = {name: each.shape for name, each in placements.items()}
+        optimizer = build_optimizer(model, Optim(name="adamw_bf16", learning_rate=1e-3), 0, shapes)
         names = {parameter: name for name, parameter in model.named_parameters()}
         ordered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
         return dict(zip(ordered, optimizer.numbers, strict=True))
 
     facts = {"num_hidden_layers": 7, "tied": tied}
-    whole = numbers(build_model(config(**facts), "fp32"))
+    model = build_model(config(**facts), "fp32")
+    whole = numbers(model, place_whole(model))
     assert list(whole.values()) == list(range(len(whole)))
-    parts = [numbers(part_of(parallel_of(2, 2), rank, 2, **facts)) for rank in range(2)]
+    locals_ = [part_of(parallel_of(2, 2), rank, 2, **facts) for rank in range(2)]
+    parts = [numbers(local.model, local.placements) for local in locals_]
     assert all(part[name] == whole[name] for part in parts for name in part) and parts[0] | parts[1] == whole
 
 
 def layout_of(stage: str, rank: int, world: int, layers: int = 4, **sizes) -> Layout:
-    parallel = Parallel(stage=stage, **sizes)
-    model = part_of(parallel, rank, world, num_hidden_layers=layers)
-    return build_layout(parallel, Precision(), model, model.parts, model.blocks, world, world)
+    recipe = resolve_precision(
+        settings(
+            parallel=Parallel(stage=stage, **sizes),
+            train={"steps": 1, "gradient_accumulation_steps": sizes.get("pp_size", 1)},
+        ),
+        "cpu",
+    )
+    local = build_local(recipe, config(num_hidden_layers=layers), rank=rank, world_size=world)
+    return placement.layout_of(recipe, local, World(world, world))
 
 
 @pytest.mark.parametrize("stage", [name for name in STAGES if name != "zeropp"])
@@ -222,13 +233,9 @@ def test_chunks_have_units_of_their_own():
 
 
 def test_nothing_is_split_off_one_rank():
-    model = part_of(Parallel(), 0, 4)
-    assert (
-        model.chunks == [model]
-        and model.has_first_pp_stage
-        and model.has_last_pp_stage
-        and model.pipeline == Pipeline()
-    )
+    local = part_of(Parallel(), 0, 4)
+    assert local.chunks == [local.model] and local.pipeline == Pipeline()
+    assert local.model.has_embedding and local.model.has_head
 
 
 def test_a_knob_that_does_nothing_to_blocks_every_rank_refuses():

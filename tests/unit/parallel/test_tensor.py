@@ -6,10 +6,9 @@ from tiny import config, said_by, write_recipe
 from transformers import AutoConfig
 
 from shardbook.model.loss_head import combine_ranks, local_exponentials, local_grad_logits
-from shardbook.model.tensor import check_tp_size, heads_of_rank
 from shardbook.parallel.library import shard_model
 from shardbook.parallel.mesh import resolve_sizes
-from shardbook.parallel.tensor import TPGroup
+from shardbook.parallel.tensor import TPGroup, check_tp_size, heads_of_rank
 from shardbook.recipe import Parallel, load_recipe
 
 BESIDE = {  # what a recipe may not have beside tp_size = 2, and what the error says

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 from plans import plan_of
 
-from shardbook.model.causal_lm import count_flops
 from shardbook.plan.cluster import build_planner
 from shardbook.plan.hardware import (
     INSIDE,
@@ -63,10 +62,10 @@ def test_what_ranks_that_share_matrices_send():
     assert sent["all_gather_bytes"] == 2 * sum(along_shards) - outside + (6 * 32 + 2) * tokens + told
     assert sent["reduce_scatter_bytes"] == 2 * sum(along_shards) + (5 * 32 + 2) * tokens
     assert found.tokens == 8 * 8192  # eight groups
-    flops = count_flops(planner.model).of(found.tokens, found.tokens * 1200)
+    flops = planner.flops.of(found.tokens, found.tokens * 1200)
     assert found.mfu == pytest.approx(flops / found.time.seconds / 64 / cluster.gpu.flops)
     alone = build_planner(plan_of("llama-3.1-8b", *TP, "parallel.tp_size=1"))
-    assert count_flops(alone.model) == count_flops(planner.model)
+    assert alone.flops == planner.flops
     shared, whole = found.time, alone.lay_out(alone.recipe, cluster).time
     assert (shared.products, shared.attention) == pytest.approx((whole.products / 8, whole.attention / 8), rel=1e-3)
     ring = (32 * 11 + 4) * tokens * 7 / 8 / (INSIDE * cluster.gpu.link)
@@ -120,12 +119,12 @@ def test_what_ranks_that_split_rows_send():
     assert found.comm["all_to_all_bytes"] == 3 * 32 * exchanged
     assert found.tokens == 8 * 131072
     alone = build_planner(plan_of("llama-3.1-8b", *CP, "parallel.cp_size=1"))
-    assert count_flops(alone.model) == count_flops(planner.model)
+    assert alone.flops == planner.flops
     split, whole = found, alone.lay_out(alone.recipe, cluster)
     for what in ("products", "attention"):
         assert getattr(split.time, what) == pytest.approx(getattr(whole.time, what) / 8, rel=1e-3)
     assert split.peak.activations == pytest.approx(whole.peak.activations / 8, rel=1e-6)
-    flops = count_flops(planner.model).of(found.tokens, found.tokens * 1200)
+    flops = planner.flops.of(found.tokens, found.tokens * 1200)
     assert found.mfu == pytest.approx(flops / found.time.seconds / 64 / cluster.gpu.flops)
     ring = 3 * 32 * exchanged * 7 / 8 / (INSIDE * cluster.gpu.link)
     assert ring < inside_seconds(found.layout, planner.config, planner.recipe, cluster) < 1.6 * ring

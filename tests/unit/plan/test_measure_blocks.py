@@ -81,15 +81,15 @@ def test_a_block_that_needs_values_is_named(monkeypatch):
         return self.own(*inputs, **named) * inputs[0].sum().item()
 
     made = config("llama", num_hidden_layers=2, vocab=261)
-    build = blocks.build_adapted
+    build = blocks.build_local
 
     def planted(*given):
-        model = build(*given)
-        block = model.blocks[0]
+        local = build(*given)
+        block = local.model.blocks[0]
         block.own, block.forward = block.forward, forward.__get__(block)
-        return model
+        return local
 
-    monkeypatch.setattr(blocks, "build_adapted", planted)
+    monkeypatch.setattr(blocks, "build_local", planted)
     said = said_by(measure_blocks, made, settings(), "none", "bf16")
     assert "block 0, a LlamaDecoderLayer, cannot run without memory" in said
     assert said.endswith("so neither the peak nor the time of a step can be planned")
@@ -108,7 +108,7 @@ def test_a_bug_of_ours_is_no_reason(monkeypatch):
         said = said_by(measure_blocks, one, settings(), "none", "bf16")
         assert "cannot run without memory (needs values)" in said
         assert "needs values" in check_family(config("llama", vocab=263)).refused
-    monkeypatch.setattr(causal_lm, "passing", lambda now: None)
+    monkeypatch.setattr(causal_lm, "documents_of", lambda batch: None)
     with pytest.raises(TypeError, match="context manager"):
         measure_blocks(other, settings(), "none", "bf16")
     with pytest.raises(TypeError, match="context manager"):
@@ -117,8 +117,8 @@ def test_a_bug_of_ours_is_no_reason(monkeypatch):
 
 def planned(family, stage, checkpointing, one_kind=False):
     """(the plan's peak, the simulated one) of a small model of four layers."""
-    from shardbook.model.placement import World, place_model
     from shardbook.objectives import build_objective
+    from shardbook.parallel.placement import World, place_model
     from shardbook.plan.peak import predict_peak
     from shardbook.plan.simulate import simulate_step
 

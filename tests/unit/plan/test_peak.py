@@ -12,7 +12,8 @@ from torch.nn.attention.varlen import varlen_attn
 
 from shardbook.memory.activation import apply_checkpointing
 from shardbook.model.attention import KERNELS
-from shardbook.model.causal_lm import build_model, count_flops
+from shardbook.model.causal_lm import build_model
+from shardbook.model.flops import count_flops
 from shardbook.model.loss_head import LossHead
 from shardbook.parallel.layout import build_layout
 from shardbook.plan.activation_bytes import loss_bytes

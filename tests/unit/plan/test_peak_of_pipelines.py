@@ -40,11 +40,10 @@ def bytes_of_stage(words, stage):
     from shardbook.memory.activation import apply_checkpointing
     from shardbook.model.attention import KERNELS
     from shardbook.model.causal_lm import materialize
-    from shardbook.model.placement import build_adapted
     from shardbook.objectives import build_objective
-    from shardbook.parallel.layout import build_layout
     from shardbook.parallel.mesh import build_mesh
     from shardbook.parallel.pipeline import PipelineLinks
+    from shardbook.parallel.placement import World, build_local, layout_of
     from shardbook.parallel.sharding import apply_stage
     from shardbook.parallel.step import run_step
     from shardbook.plan import simulate
@@ -61,8 +60,8 @@ def bytes_of_stage(words, stage):
 
     PipelineLinks.send = arrives
     try:
-        model = build_adapted(recipe, config, KERNELS["varlen"], None, dist.get_rank(), WORLD)
-        layout = build_layout(recipe.parallel, recipe.precision, model, model.parts, model.blocks, WORLD, 8)
+        local = build_local(recipe, config, KERNELS["varlen"], None, dist.get_rank(), WORLD)
+        model, layout = local.model, layout_of(recipe, local, World(WORLD, 8))
         apply_checkpointing(model.all_blocks, recipe.activation)
         sharded, live = apply_stage(model, layout, build_mesh(layout.sizes, "cpu")), simulate.PeakTracker()
         with FakeTensorMode(allow_non_fake_inputs=True), live:
@@ -192,7 +191,7 @@ def test_two_runs_are_advised_where_they_are_faster():
 
 
 def test_a_pipeline_is_not_simulated():
-    from shardbook.model.placement import World, place_model
+    from shardbook.parallel.placement import World, place_model
     from shardbook.plan.simulate import simulate_step
 
     recipe = recipe_of()
@@ -201,7 +200,7 @@ def test_a_pipeline_is_not_simulated():
 
 
 def test_what_is_offloaded_is_not_simulated():
-    from shardbook.model.placement import World, place_model
+    from shardbook.parallel.placement import World, place_model
     from shardbook.plan.simulate import simulate_step
 
     recipe = recipe_of("parallel.pp_size=1", "offload.optimizer=cpu")

@@ -21,9 +21,9 @@ def simulated(stage, checkpointing, micros, layers, whole=False, world=WORLD, mo
     """(simulated peak, kept), (the formula's peak, kept). `whole`: all layers, none by extrapolation. `stage` may be a
     recipe's path, which says all the rest."""
     import shardbook.plan.simulate as simulate
-    from shardbook.model.placement import World, place_model
     from shardbook.model.shapes import shape_config
     from shardbook.objectives import build_objective
+    from shardbook.parallel.placement import World, place_model
     from shardbook.plan.formulas import predict_resident
     from shardbook.plan.peak import predict_peak
     from shardbook.recipe import load_recipe, resolve_precision
@@ -48,9 +48,9 @@ def simulated(stage, checkpointing, micros, layers, whole=False, world=WORLD, mo
 def held_by_a_block(checkpointing, ranks):
     """Bytes that one block holds when forward has ended, where so many ranks share it."""
     import shardbook.plan.simulate as simulate
-    from shardbook.model.placement import World, place_model
     from shardbook.model.shapes import shape_config
     from shardbook.objectives import build_objective
+    from shardbook.parallel.placement import World, place_model
 
     recipe = simulated_recipe("zero3", checkpointing, 1, f"parallel.tp_size={ranks}", f"data.max_length={TOKENS}")
     config = shape_config(recipe.model, TOKENS)

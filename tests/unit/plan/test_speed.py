@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 from plans import plan_of
 
-from shardbook.model.causal_lm import count_flops
 from shardbook.plan.cluster import build_planner, stage_settings
 from shardbook.plan.hardware import (
     ACROSS_SECONDS,
@@ -84,7 +83,7 @@ def test_slower_cards_wait_longer_and_quantised_bytes_less():
 def test_a_run_on_known_hardware_forecasts_a_step():
     planner = build_planner(load_recipe(find_recipe("llama8b-fsdp")))
     found = planner.lay_out(planner.recipe, build_cluster("h100", 8))
-    words = (found.layout, planner.config, planner.recipe, count_flops(planner.model), planner.document_tokens)
+    words = (found.layout, planner.config, planner.recipe, planner.flops, planner.document_tokens)
     told = predict_perf_metrics(*words, "NVIDIA H100 80GB HBM3")
     assert told == {"predicted/perf/step_seconds": found.time.seconds}
     assert predict_perf_metrics(*words, "CPU") == {}

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardbook.boxes import Cut, local_box, overlap
+from shardbook.local_tensors import local_values, plain_tensors
 from shardbook.model.adapters import base_identity
 from shardbook.model.flash import current_flash
 from shardbook.model.teacher import teacher_identity
 from shardbook.optim import state_kind
-from shardbook.parallel.boxes import Cut, local_box, overlap
-from shardbook.parallel.local_tensors import local_values, plain_tensors
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.ranks.distributed import broadcast_from_main, gather_results
 from shardbook.recipe import RecipeError, first_line
@@ -42,7 +42,7 @@ from shardbook.run.checkpoint.save import (
     TEACHER,
     bytes_of,
     checkpoint_tensors,
-    full_shapes,
+    kept_shapes,
     not_of_files,
     random_states,
     world_facts,
@@ -57,7 +57,7 @@ def check_checkpoint(path: Path, sharded: ShardedModel) -> tuple[StoredCheckpoin
     stored = broadcast_from_main(lambda: _read(path), EVERY)  # by one rank: each file has a line for each tensor
     with _readable(path):
         state = stored.state
-        ours, theirs = full_shapes(sharded.masters), state["shapes"]
+        ours, theirs = kept_shapes(sharded.layout, sharded.model), state["shapes"]
         train_state = TrainState(state["step"], state["tokens"], state["loader"], state["log"])
     if differ := [
         f"{name}: {theirs.get(name, 'absent')} there, {ours.get(name, 'absent')} here"

@@ -19,18 +19,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardbook.arithmetic import is_due
+from shardbook.boxes import assign_writes, local_box
 from shardbook.comm.torch_private import norms_of
+from shardbook.local_tensors import plain_tensors
 from shardbook.memory.host_state import available_memory
 from shardbook.model.adapters import base_identity, kept_parameters
 from shardbook.model.flash import current_flash
 from shardbook.model.teacher import teacher_identity
 from shardbook.optim import state_kind
 from shardbook.optim.table import OPTIMIZERS
-from shardbook.parallel.boxes import assign_writes, local_box
-from shardbook.parallel.local_tensors import plain_tensors
+from shardbook.parallel.layout import Layout
 from shardbook.parallel.pipeline import tied_weight
 from shardbook.parallel.sharding import ShardedModel
-from shardbook.parallel.units import FULL_SHAPES, TP_SHARDED
 from shardbook.plan.formulas import predict_copied
 from shardbook.ranks.distributed import broadcast_from_main, gather_results, sum_over_ranks
 from shardbook.ranks.exits import RunFailed
@@ -143,7 +143,7 @@ def predict_bytes(job: Job) -> int:
     if not job.recipe.train.save_steps:
         return 0
     row, itemsize = OPTIMIZERS[job.recipe.optim.name], job.layout.dtype("master").itemsize
-    counts = [prod(shape) for shape in full_shapes(job.model).values()]
+    counts = [prod(shape) for shape in kept_shapes(job.layout, job.model).values()]
     return sum(count * itemsize + row.state_bytes(count, itemsize) for count in counts)
 
 
@@ -304,14 +304,15 @@ def state_facts(sharded: ShardedModel, optimizer: torch.optim.Optimizer, state: 
         FLASH: current_flash(),
     }
     frozen = {BASE: base_identity(sharded.model), TEACHER: teacher_identity(sharded.model)}
-    return facts | {name: digest for name, digest in frozen.items() if digest} | {"shapes": full_shapes(sharded.model)}
+    facts["shapes"] = kept_shapes(sharded.layout, sharded.model)
+    return facts | {name: digest for name, digest in frozen.items() if digest}
 
 
-def full_shapes(model: nn.Module) -> dict[str, list[int]]:
-    """Returns the full shape of each parameter that a checkpoint of the model holds; also before a stage is applied."""
-    local = {name: getattr(kept, TP_SHARDED, (0, kept.shape))[1] for name, kept in kept_parameters(model).items()}
-    shapes = getattr(model, FULL_SHAPES, None) or local  # with layers on other ranks
-    return {name: list(shape) for name, shape in shapes.items()}
+def kept_shapes(layout: Layout, model: Any) -> dict[str, list[int]]:
+    """Returns the full shape of each parameter of the whole model that a checkpoint holds: with adapters or a teacher
+    in `model` the trained ones (adapters.kept_parameters)."""
+    kept = {name for name, each in layout.placements.items() if each.trained or not model.is_adapted}
+    return {name: list(shape) for name, shape in layout.full_shapes.items() if name in kept}
 
 
 def world_facts(sharded: ShardedModel) -> list[Any]:

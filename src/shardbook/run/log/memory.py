@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from shardbook.parallel.local_tensors import plain_tensors
+from shardbook.local_tensors import plain_tensors
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.run.log.recorder import Metrics
 

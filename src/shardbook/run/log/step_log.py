@@ -18,7 +18,7 @@ from torch import Tensor
 from shardbook.arithmetic import is_due
 from shardbook.comm.ledger import Ledger, warmup_steps
 from shardbook.gpus import gpu_of
-from shardbook.model.causal_lm import Flops
+from shardbook.model.flops import Flops
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.plan.formulas import predict_traffic
 from shardbook.plan.tp_cp_traffic import read_inside

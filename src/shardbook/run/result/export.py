@@ -18,7 +18,6 @@ from shardbook.model.file_names import FileNames
 from shardbook.model.hub import loadable, model_folder, tokenizer_folder
 from shardbook.model.weight_files import open_tensors
 from shardbook.model.weights import (
-    full_shapes,
     full_tensors,
     load_buffers,
     save_weights,
@@ -52,9 +51,9 @@ def export_result(
         beside_adapter = _beside_adapter(recipe, config, tokenizer, folder, stops)
         save_adapter(out, full_trained(model), settings, names, beside_adapter, write)
         return
-    shapes = full_shapes(model)
+    shapes = sharded.layout.full_shapes
     dtype = recipe.train.export_dtype
-    tensors, beside = full_tensors(sharded.masters, dtype), (model.files, stored_buffers(model), stops)
+    tensors, beside = full_tensors(sharded.masters, dtype, shapes), (model.files, stored_buffers(model), stops)
     save_weights(out, tensors, shapes, config, tokenizer, folder, dtype, write, *beside)
     if write and recipe.model.init == "pretrained":
         _say_rest(model.files, folder)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardbook.parallel.boxes import overlap
+from shardbook.boxes import overlap
 from shardbook.ranks import exits
 from shardbook.ranks.exits import RunFailed, report_error
 from shardbook.recipe import RecipeError

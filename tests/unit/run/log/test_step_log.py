@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from shardbook.axes import WORLD
 from shardbook.gpus import gpu_of
-from shardbook.model.causal_lm import Flops
+from shardbook.model.flops import Flops
 from shardbook.objectives import Objective
 from shardbook.ranks.exits import RunFailed
 from shardbook.ranks.signals import StopFlag

@@ -14,13 +14,17 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from shardbook.model.adapters import apply_lora, pack_blocks
 from shardbook.model.attention import KERNELS, Kernel, choose_attention, kernel_on_gpu
 from shardbook.model.causal_lm import CausalLM, build_model
-from shardbook.model.context import split_rows
-from shardbook.model.pipeline import split_stages
+from shardbook.model.dtypes import DTYPES
+from shardbook.model.flops import Flops, count_flops
 from shardbook.model.selfcheck import check_family, freeze
 from shardbook.model.shrink import keep_layers
 from shardbook.model.teacher import attach_teacher
-from shardbook.model.tensor import apply_tensor_parallel
-from shardbook.parallel.layout import DTYPES, Layout, build_layout
+from shardbook.parallel.context import apply_context_parallel
+from shardbook.parallel.layout import Layout, build_layout
+from shardbook.parallel.pipeline import apply_pipeline_parallel
+from shardbook.parallel.schedule import Pipeline
+from shardbook.parallel.tensor import apply_tensor_parallel
+from shardbook.parallel.units import Placement, note_shards, place_whole
 from shardbook.recipe import Recipe, RecipeError
 
 
@@ -46,6 +50,17 @@ class World:
 
 
 @dataclass(frozen=True)
+class LocalModel:
+    """The part of a model that one rank has under tensor, context and pipeline parallel, and facts of the whole."""
+
+    model: CausalLM
+    pipeline: Pipeline
+    chunks: list[CausalLM]  # the chunks of layers, each of which runs by itself
+    placements: dict[str, Placement]  # of every parameter of the whole model
+    flops: Flops  # of the whole model
+
+
+@dataclass(frozen=True)
 class PlacedModel:
     """A recipe without `auto`, with its model and layout as one rank of a world has them."""
 
@@ -56,6 +71,7 @@ class PlacedModel:
     attention: Kernel
     model: CausalLM
     layout: Layout
+    flops: Flops  # of the whole model
 
     def with_layers(self, layers: int) -> "PlacedModel":
         """Returns this with its first `layers` layers."""
@@ -73,8 +89,9 @@ def place_model(
         attention = choose_attention(asked, config, world.device, dtype, demands)
     else:
         attention = kernel_on_gpu(asked, demands)
-    model = build_adapted(recipe, config, attention, teacher, world.rank, world.size)
-    return PlacedModel(recipe, world, config, teacher, attention, model, layout_of(recipe, model, world))
+    local = build_local(recipe, config, attention, teacher, world.rank, world.size)
+    layout = layout_of(recipe, local, world)
+    return PlacedModel(recipe, world, config, teacher, attention, local.model, layout, local.flops)
 
 
 def check_recipe(recipe: Recipe, config: PreTrainedConfig) -> None:
@@ -99,21 +116,23 @@ def check_recipe(recipe: Recipe, config: PreTrainedConfig) -> None:
         )
 
 
-def layout_of(recipe: Recipe, model: CausalLM, world: World, chosen: dict[Any, Any] | None = None) -> Layout:
-    """Returns the layout of a model that `build_adapted` made. `chosen`: build_layout's."""
+def layout_of(recipe: Recipe, local: LocalModel, world: World, chosen: dict[Any, Any] | None = None) -> Layout:
+    """Returns the layout of a model that `build_local` made. `chosen`: build_layout's."""
+    model, teacher = local.model, local.model.teacher
     given = recipe.parallel, recipe.precision, model, model.parts, model.blocks, world.size, world.ranks_per_node
-    return build_layout(*given, recipe.offload, chosen)
+    split = local.placements, local.pipeline, local.chunks
+    return build_layout(*given, recipe.offload, chosen, *split, teacher.config if teacher else None)
 
 
-def build_adapted(
+def build_local(
     recipe: Recipe,
     config: PreTrainedConfig,
     attention: Kernel = KERNELS["sdpa"],
     teacher: PreTrainedConfig | None = None,
     rank: int = 0,
     world_size: int = 1,
-) -> CausalLM:
-    """Returns the model of a recipe (without `auto`) on the meta device, with the parameters of the global `rank` under
+) -> LocalModel:
+    """Returns the part of a recipe's model (without `auto`), on the meta device, that the global `rank` has under
     tensor, context and pipeline parallel: build_model's, with adapters where the recipe asks for them, and with a
     teacher of the config `teacher` in it. Raises RecipeError where these do not fit the model."""
     chunk, scores = recipe.train.loss_chunk_tokens, recipe.method == "reward"
@@ -128,7 +147,9 @@ def build_adapted(
         pack_blocks(model, DTYPES[recipe.precision.params], recipe.model.bnb_4bit_use_double_quant)
     if teacher:
         attach_teacher(model, build_model(teacher, recipe.precision.frozen, attention=attention))
+    placements, flops = place_whole(model), count_flops(model)
     apply_tensor_parallel(model, recipe.parallel.tp_size, rank)
-    split_rows(model, recipe.parallel, rank)
-    split_stages(model, recipe.parallel, rank, world_size)
-    return model
+    placements = note_shards(placements, model)
+    apply_context_parallel(model, recipe.parallel, rank)
+    pipeline, chunks = apply_pipeline_parallel(model, recipe.parallel, rank, world_size)
+    return LocalModel(model, pipeline, chunks, placements, flops)

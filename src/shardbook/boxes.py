@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardbook.arithmetic import ceil_div
-from shardbook.axes import PP
-from shardbook.parallel.mesh import rank_along
+from shardbook.axes import PP, rank_along
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -25,3 +26,8 @@ class Batch:
     # as FlashAttention's: no document has more tokens, nor a whole row's padding. It is a power of two from 128 on, or
     # the row's length, so that there are few values
     max_seqlen: int
+
+    @property
+    def full_shape(self) -> torch.Size:
+        """The shape [B, L] of whole rows, which documents and masks are of."""
+        return self.input_ids.shape
