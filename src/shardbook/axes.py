@@ -6,6 +6,8 @@ from math import prod
 
 PP, DP_REPLICATE, DP_SHARD, CP, TP = "pp", "dp_replicate", "dp_shard", "cp", "tp"
 DATA_AXES = (DP_REPLICATE, DP_SHARD)  # ranks along these see different rows
+IN_BLOCKS = (CP, TP)  # ranks along these talk inside every block
+MODEL_AXES = (PP, *IN_BLOCKS)
 # dp_shard in two: the ranks of a node, and the nodes. Only ZeRO++ communicates along these.
 INSIDE, ACROSS = "dp_shard_inside", "dp_shard_across"
 # Links along pp: activations go to the next pipeline stage, gradients to the previous one; the gradient of a tied

@@ -1,5 +1,6 @@
 """Off the device: every tier gives the bits of none, in every stage; what lies where is predicted to the byte."""
 
+import dataclasses
 import hashlib
 import itertools
 import os
@@ -169,20 +170,20 @@ def train_partly(recipe, runs):
     """The same with a matrix of the first block frozen, and one in the second that is trained and never used."""
     from shardbook.parallel import placement
 
-    real = placement.build_model
+    real = placement.build_local
 
-    def build_model(*words):
-        model = real(*words)
-        first, second = model.blocks[:2]
+    def build_local(*words):
+        local = real(*words)
+        first, second = local.model.blocks[:2]
         first.mlp.down_proj.weight.requires_grad_(False)
         weight = first.mlp.down_proj.weight
         if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):  # before torch 2.13 such a run is refused
             second.register_parameter(
                 "unused", torch.nn.Parameter(torch.empty(5, 7, dtype=weight.dtype, device="meta"))
             )
-        return model
+        return dataclasses.replace(local, placements=placement.place_whole(local.model))
 
-    placement.build_model = build_model
+    placement.build_local = build_local
     return train_all(recipe, runs)
 
 

@@ -141,7 +141,7 @@ def ask_all() -> dict[str, dict]:
                 continue
             said = check_family(config)
         of = {"kind": said.kind, "why": (said.refused or said.no_packing_reason).partition(" (")[0]}
-        of |= {"together": said.no_pipeline_reason.partition(" (")[0]}
+        of |= {"together": said.no_parts_reason.partition(" (")[0]}
         of |= {"uncached": said.no_generation_reason.partition(" (")[0]}
         of |= {"kernels": str(said.demands).removeprefix(" and "), "frozen": len(said.without_gradient)}
         found[family] = {name: value for name, value in of.items() if value}

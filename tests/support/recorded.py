@@ -118,8 +118,8 @@ class Record:
 
 def planned(job: Any, rank: int) -> dict[str, list[Happened]]:
     """The same by the plan, under no name; and as it would be with a mistake, by name."""
+    from shardbook.plan.block_traffic import read_inside
     from shardbook.plan.events import step_events
-    from shardbook.plan.tp_cp_traffic import read_inside
 
     layout, recipe = job.layout, job.recipe
     inside = read_inside(layout, job.config, recipe, rank, job.loader.peek)

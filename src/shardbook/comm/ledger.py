@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardbook.axes import CP, TP, WORLD
+from shardbook.axes import IN_BLOCKS, WORLD
 
 OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "p2p")
 # function of torch.distributed -> operation, and the argument that is the full tensor
@@ -54,7 +54,7 @@ def warmup_steps(compiles: bool, sizes: dict[str, int]) -> int:
 
 def holds_compiler(sizes: dict[str, int]) -> bool:
     """Returns whether blocks hold collectives: the ledger's functions would break the graph of each, for good."""
-    return any(sizes.get(axis, 1) > 1 for axis in (CP, TP))
+    return any(sizes.get(axis, 1) > 1 for axis in IN_BLOCKS)
 
 
 class Ledger:

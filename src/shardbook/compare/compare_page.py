@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
-from shardbook.axes import CP, PP, TP
+from shardbook.axes import IN_BLOCKS, MODEL_AXES
 from shardbook.compare.outcome import PREFIXES, Outcome, differences, first_difference, judge
 from shardbook.compare.page import HELD_OUT, Panel, panel_of, render
 from shardbook.terminal import readable_bytes
@@ -45,9 +45,9 @@ def describe(base: Outcome) -> str:
 def summary_rows(outcomes: list[Outcome]) -> list[tuple[str, dict[str, str]]]:
     """Returns the rows of the table on the page and the terminal: a variant, and its values by heading."""
     base = outcomes[0]
-    named = [axis for axis in (PP, CP, TP) if any(axis in one.mesh for one in outcomes)]
-    inner = ", ".join(axis for axis in named if axis != PP)
-    mesh = "(pp x) " * (PP in named) + "replicas x shards" + f" (x {inner})" * bool(inner)
+    named = [axis for axis in MODEL_AXES if any(axis in one.mesh for one in outcomes)]
+    outer, inner = (", ".join(axis for axis in named if (axis in IN_BLOCKS) is inside) for inside in (False, True))
+    mesh = f"({outer} x) " * bool(outer) + "replicas x shards" + f" (x {inner})" * bool(inner)
     rows = []
     for one in outcomes:
         sizes = (f"{axis} {size}" if axis in named else str(size) for axis, size in one.mesh.items())

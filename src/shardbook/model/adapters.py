@@ -210,11 +210,6 @@ def digest_weights(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def base_identity(model: nn.Module) -> str:
-    """Returns the weights_identity of frozen parameters, noted at loading; empty where a checkpoint holds all."""
-    return str(getattr(model, "identity", ""))
-
-
 @torch.no_grad()
 def init_adapters(model: nn.Module, seed: int) -> None:
     """Fills adapters: A uniform within 1 / sqrt(in), B zero, magnitudes the rows' norms, so that the update begins at

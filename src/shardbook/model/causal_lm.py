@@ -95,6 +95,12 @@ class CausalLM(nn.Module):
         return self.embedding is not None and self.embedding is not self.head
 
     @property
+    def frozen_identities(self) -> dict[str, str]:
+        """The identities of frozen weights that are in no checkpoint, by what they are to it; those that there are."""
+        identities = {"base": self.identity, "teacher": self.teacher.identity if self.teacher else ""}
+        return {what: identity for what, identity in identities.items() if identity}
+
+    @property
     def embedding(self) -> Any:
         return at(self.base, self.names.embedding)
 

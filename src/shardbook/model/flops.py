@@ -21,7 +21,7 @@ class Flops:
     per_pair: int
     block: int = 0  # elements of the blocks' matrices
     block_trained: int = 0  # of these, the elements that get a gradient
-    teacher: "Flops | None" = None  # count_flops of the teacher, as a frozen model; not part of the model FLOPs
+    beside: "Flops | None" = None  # of a frozen model that runs beside this one; not part of the model FLOPs
 
     def of(self, tokens: float, pairs: float) -> float:
         return self.per_token * tokens + self.per_pair * pairs
@@ -54,4 +54,4 @@ def count_flops(model: CausalLM) -> Flops:
     head = sum(p.numel() for p in model.head.parameters())
     per_token = 4 * (block + head) + 2 * (trained + head * model.head.weight.requires_grad)
     per_pair = 6 * config.num_hidden_layers * heads_of(config)[0] * head_size(config)
-    return Flops(per_token, per_pair, block, trained, count_flops(model.teacher) if model.teacher else None)
+    return Flops(per_token, per_pair, block, trained)

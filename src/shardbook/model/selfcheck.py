@@ -58,7 +58,7 @@ class Verdict:
     no_packing_reason: str = ""  # the reason why documents must not share rows
     demands: attention.Demands = attention.PLAIN
     can_split_heads: bool = True  # ranks can share its heads and rows: each layer has as many, and positions are heeded
-    no_pipeline_reason: str = ""  # the reason why its layers must lie on one rank
+    no_parts_reason: str = ""  # the reason why its layers must lie on one rank
     no_generation_reason: str = ""  # the reason why it continues no prompts
     without_gradient: tuple[str, ...] = ()  # parameters that get no gradient, `*` for any number in a name
 

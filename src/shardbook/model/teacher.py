@@ -6,7 +6,7 @@ its parameters get no gradient. They are in no optimizer, no checkpoint and no e
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardbook.model.causal_lm import CausalLM
 from shardbook.model.loss_head import LossHead
@@ -31,8 +31,3 @@ def attach_teacher(model: CausalLM, teacher: CausalLM) -> None:
             setattr(module, FORWARD_ONLY, GATHERED if teacher.head in part else RESHARDED)
     model.teacher = teacher
     model.is_adapted = True
-
-
-def teacher_identity(model: nn.Module) -> str:
-    """Returns the weights_identity of the teacher, noted when its weights were loaded; empty where there is none."""
-    return str(getattr(getattr(model, "teacher", None), "identity", ""))

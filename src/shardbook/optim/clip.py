@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shardbook.comm.torch_private import norms_of, scale_together
 from shardbook.local_tensors import local_values
-from shardbook.parallel.pipeline import PipelineStageParameters
+from shardbook.parallel.units import PartParameters
 
 CHUNK = 2**20  # elements of a tensor that are summed at once: a CPU copies as many to fp64
 
@@ -30,11 +30,11 @@ def clip_gradients(parameters: "Iterable[nn.Parameter] | Clips", max_norm: float
     norm before, an fp32 scalar on their device, without a host sync. Collective."""
     if not isinstance(parameters, Iterable):
         return parameters.clip(max_norm)
-    pipelined = parameters if isinstance(parameters, PipelineStageParameters) else None
-    counted_elsewhere = set(pipelined.tied) if pipelined else ()
+    part = parameters if isinstance(parameters, PartParameters) else None
+    counted_elsewhere = set(part.tied) if part else ()
     gradients = {p: p.grad for p in parameters if p.grad is not None}
     counted = [gradient for p, gradient in gradients.items() if p not in counted_elsewhere]
-    norm = gradient_norm(counted, group=pipelined.group if pipelined else None)
+    norm = gradient_norm(counted, group=part.group if part else None)
     if max_norm and gradients:
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         scale_together([local_values(gradient) for gradient in gradients.values()], scale)

@@ -14,6 +14,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 import torch
 from torch import nn
 
+from shardbook.arithmetic import ceil_div
 from shardbook.axes import (
     CP,
     DATA_AXES,
@@ -38,7 +39,7 @@ from shardbook.recipe import Offload, Parallel, Precision, Stage, find_stage
 
 ON_DEVICE, WHOLE_MODEL = Offload(), Pipeline()
 # what choose_units reads of [parallel]
-UNIT_KEYS = ("reshard_min_params", "forward_prefetch", "backward_prefetch", "pp_size")
+UNIT_KEYS = ("reshard_min_params", "forward_prefetch", "backward_prefetch")
 BUCKET_BYTES = 25 * 2**20  # torch DDP's bucket_cap_mb: an all-reduce of less costs its latency, not its bytes
 
 
@@ -98,6 +99,20 @@ class Layout:
         """The tensor-parallel size: the number of ranks that see the same tokens and shard the model's matrices
         (tensor.py). Units have the shapes of this rank's parts."""
         return self.sizes.get(TP, 1)
+
+    def head_rows(self, outputs: int) -> int:
+        """Returns the most rows that a rank has of a head of `outputs` rows."""
+        return ceil_div(outputs, self.tp_size)
+
+    @property
+    def block_sizes(self) -> dict[str, int]:
+        """The sizes, by their keys in a recipe, of the axes along which ranks share blocks."""
+        return {"tp_size": self.tp_size, "cp_size": self.cp_size}
+
+    @property
+    def steady_micros(self) -> int:
+        """As many micro-batches of a step as bring all moments of one; further ones repeat them."""
+        return 3 * self.pipeline.ranks
 
     @property
     def shared(self) -> dict[str, int]:

@@ -8,7 +8,6 @@ that is launched later may wait for the device (a kernel that is loaded, memory 
 be waiting for that very work.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
@@ -24,6 +23,7 @@ from shardbook.model.blocks import copy_view, keep_blocks
 from shardbook.model.causal_lm import CausalLM
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.schedule import Pipeline, layers_per_pp_stage
+from shardbook.parallel.units import PartParameters
 from shardbook.recipe import Parallel, RecipeError
 
 
@@ -101,21 +101,14 @@ class PipelineLinks:
             if (part := local_part(gradient)).numel():
                 dist.all_reduce(part, group=self.ends)
 
-    def parameters(self, model: nn.Module) -> "PipelineStageParameters":
+    def tied_names(self, model: nn.Module) -> set[str]:
+        """Returns the name of the weight of `model` that both ends have, on these two."""
+        weight = tied_weight(model) if self.ends else None
+        return {name for name, parameter in model.named_parameters() if parameter is weight}
+
+    def parameters(self, model: nn.Module) -> PartParameters:
         tied = [tied_weight(model)] if self.ends and self.pipeline.rank else []
-        return PipelineStageParameters(list(model.parameters()), tied, self.everyone)
-
-
-@dataclass(frozen=True)
-class PipelineStageParameters:
-    """The parameters of one pipeline stage."""
-
-    parameters: list[nn.Parameter]  # all of this rank's
-    tied: list[nn.Parameter]  # those of `parameters` that another stage has too: the tied weight, on the last stage
-    group: dist.ProcessGroup  # the ranks along pp, which have the other layers
-
-    def __iter__(self) -> Iterator[nn.Parameter]:
-        return iter(self.parameters)
+        return PartParameters(list(model.parameters()), tied, self.everyone)
 
 
 def tied_weight(model: Any) -> nn.Parameter:

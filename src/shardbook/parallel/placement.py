@@ -4,7 +4,7 @@ Invariant: a run, its rehearsal, its simulation and its plan build it by `place_
 The model lies on the meta device, and no process group is needed.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -106,9 +106,9 @@ def check_recipe(recipe: Recipe, config: PreTrainedConfig) -> None:
     if recipe.parallel.cp_size > 1 and not verdict.can_split_heads:
         why = verdict.no_packing_reason or f"its attention takes more than heads that ranks can share{verdict.demands}"
         raise RecipeError(f"parallel.cp_size = {recipe.parallel.cp_size}: {family} cannot be split: {why}; set it to 1")
-    if recipe.parallel.pp_size > 1 and verdict.no_pipeline_reason:
+    if recipe.parallel.pp_size > 1 and verdict.no_parts_reason:
         raise RecipeError(
-            f"parallel.pp_size = {recipe.parallel.pp_size}: {family}: {verdict.no_pipeline_reason}; set it to 1"
+            f"parallel.pp_size = {recipe.parallel.pp_size}: {family}: {verdict.no_parts_reason}; set it to 1"
         )
     if recipe.generate.steps and verdict.no_generation_reason:
         raise RecipeError(
@@ -148,6 +148,8 @@ def build_local(
     if teacher:
         attach_teacher(model, build_model(teacher, recipe.precision.frozen, attention=attention))
     placements, flops = place_whole(model), count_flops(model)
+    if model.teacher:
+        flops = replace(flops, beside=count_flops(model.teacher))
     apply_tensor_parallel(model, recipe.parallel.tp_size, rank)
     placements = note_shards(placements, model)
     apply_context_parallel(model, recipe.parallel, rank)

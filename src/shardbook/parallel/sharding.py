@@ -55,6 +55,11 @@ class ShardedModel:
         return self.offloaded or self.model.parameters()
 
     @property
+    def tied_names(self) -> set[str]:
+        """The names of the parameters that another part of the model, on other ranks, has too."""
+        return self.links.tied_names(self.model) if self.links else set()
+
+    @property
     def chunks(self) -> "list[ShardedModel]":
         """The models that run by themselves: this one, or each of its parts."""
         return self.parts or [self]

@@ -4,13 +4,14 @@ Invariant: every parameter is in exactly one unit, a tied one too. Units hold fa
 the meta device, and no rank need exist, so a plan's formulas read the same units as a run.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 from shardbook.arithmetic import ceil_div, round_up
@@ -181,14 +182,16 @@ def choose_units(
                 forward_only=bool(fate),
             )
         )
-    _check_units(units, blocks, reshard_after_forward, parallel)
+    _check_units(units, blocks, reshard_after_forward, parallel, len(placed) == len(placements))
     return (*units[-2::-1], units[-1])
 
 
-def _check_units(units: list[Unit], blocks: Sequence[nn.Module], reshards: bool, parallel: Parallel) -> None:
-    """Raises RecipeError where a knob would change nothing for these units. With a pipeline only blocks count, which
-    are the same on all ranks: else one rank would refuse alone, and the others would wait for it."""
-    is_alone = parallel.pp_size == 1
+def _check_units(
+    units: list[Unit], blocks: Sequence[nn.Module], reshards: bool, parallel: Parallel, is_alone: bool
+) -> None:
+    """Raises RecipeError where a knob would change nothing for these units. Unless `is_alone`, other ranks have other
+    parameters, and only blocks count, which are the same on all ranks: else one rank would refuse alone, and the others
+    would wait for it."""
     checked = [unit for unit in units if unit.shapes and (is_alone or unit.modules[0] in blocks)]
     if max(parallel.forward_prefetch, parallel.backward_prefetch) > 0 and len(checked) == 1 and is_alone:
         raise RecipeError(
@@ -214,6 +217,18 @@ def parameters_of_units(units: Sequence[Unit]) -> dict[Unit, list[nn.Parameter]]
 
 def _parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     return list(dict.fromkeys(p for module in modules for p in module.parameters()))
+
+
+@dataclass(frozen=True)
+class PartParameters:
+    """The parameters of one part of a model, of which other ranks have the other parts."""
+
+    parameters: list[nn.Parameter]  # all of this rank's
+    tied: list[nn.Parameter]  # those of `parameters` that another part has too, which counts them
+    group: ProcessGroup  # the ranks with the other parts
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return iter(self.parameters)
 
 
 def backward_order(units: Sequence[Unit]) -> list[Unit]:

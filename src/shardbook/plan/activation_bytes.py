@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
 
-from shardbook.arithmetic import ceil_div
 from shardbook.model.loss_head import PRODUCT_ROWS
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.schedule import Pipeline
@@ -76,10 +75,11 @@ def count_activation_bytes(layout: Layout, config: PreTrainedConfig, recipe: Rec
     size = tokens, recipe.micro_tokens**2 // rows
     again = {*recipe.activation.recomputed(numbers)}
     kind = "selective" if recipe.activation.kind == "selective" else "full"
-    where = layout.precision.params, layout.tp_size, layout.cp_size
     keys = [(kinds[number], number in again) for number in numbers]
     under = {
-        is_again: measure_blocks(config, recipe, kind if is_again else "none", *where)
+        is_again: measure_blocks(
+            config, recipe, kind if is_again else "none", layout.precision.params, **layout.block_sizes
+        )
         for is_again in {is_again for _, is_again in keys}
     }
     around = next(iter(under.values()))
@@ -97,11 +97,12 @@ def count_activation_bytes(layout: Layout, config: PreTrainedConfig, recipe: Rec
     runs = [pipeline.own_layers(chunk, config.num_hidden_layers) for chunk in range(pipeline.chunks)]
     stream = int(first.stream.of(*size))
     trains_head = not recipe.lora.r or "lm_head" in recipe.lora.modules_to_save
-    outputs = ceil_div(recipe.outputs(config.vocab_size), layout.tp_size)
+    every_output = recipe.outputs(config.vocab_size)
+    outputs = layout.head_rows(every_output)
     scored = tokens if outputs > 1 else 2 * rows  # positions that the head sees
     chunk, cast = min(recipe.train.loss_chunk_tokens or scored, scored), itemsize * (itemsize != FP32)
     head, grad_hidden, after = outputs * hidden * trains_head, scored * hidden * itemsize, int(around.after.of(*size))
-    loss = loss_bytes(scored, chunk, outputs, hidden, itemsize, trains_head, layout.teacher, layout.tp_size > 1)
+    loss = loss_bytes(scored, chunk, outputs, hidden, itemsize, trains_head, layout.teacher, outputs < every_output)
     forward, backward = sum(loss), grad_hidden + head * (FP32 + cast)
     if recipe.recomputes_logits:  # gradients are made in backward
         forward, backward = grad_hidden + chunk * outputs * (FP32 + cast), max(forward, backward)
@@ -148,7 +149,7 @@ def loss_bytes(
     in the compute dtype (all one tensor, where that is fp32); or the last of these and the product that is added to the
     head's gradient, which is in fp32. Hidden states of trained positions count with their gradient. The logits of a
     `teacher` are beside, with three more tensors of their size in fp32 (one is the logits, where all is fp32).
-    `is_part`: the vocabulary is one tp rank's; its softmax does not overwrite logits.
+    `is_part`: other ranks have the rest of the vocabulary; its softmax does not overwrite logits.
     """
     is_cast = itemsize != FP32
     teacher_vocabulary, width = (min(teacher.vocab_size, vocabulary), teacher.hidden_size) if teacher else (0, 0)

@@ -103,7 +103,7 @@ def _reason(best: Candidate, refused: list[tuple[Candidate, str]], cluster: Clus
     beside = "".join(f" with {axis} {size}" for axis, size in best.layout.shared.items() if size > 1)
     others = ", ".join(f"{candidate.layout.stage.name}{beside} does not fit ({why})" for candidate, why in refused)
     waits = f"{best.time.exposed / best.time.seconds:.0%} of the step waits for the network"
-    waits += f", {best.time.bubble / best.time.seconds:.0%} for other stages" * (best.layout.pipeline.ranks > 1)
+    waits += f", {best.time.bubble / best.time.seconds:.0%} for other stages" * (best.time.bubble > 0)
     return because + (f"{others}; " if others else "") + waits
 
 

@@ -24,11 +24,11 @@ from shardbook.parallel.layout import Layout
 from shardbook.parallel.mesh import describe_sizes
 from shardbook.parallel.placement import LocalModel, World, build_local, layout_of
 from shardbook.parallel.units import Unit
+from shardbook.plan.block_traffic import read_inside
 from shardbook.plan.formulas import predict_copied, predict_traffic
 from shardbook.plan.hardware import Cluster
 from shardbook.plan.peak import Peak, predict_fullest
 from shardbook.plan.speed import StepTime, Tracer, model_flops, predict_step
-from shardbook.plan.tp_cp_traffic import read_inside
 from shardbook.recipe import Offload, Parallel, Recipe, RecipeError, conflicts, resolve_precision, with_settings
 from shardbook.recipe.stages import OF_ANY, STAGES, SWITCHES, find_stage
 

@@ -286,8 +286,9 @@ def step_events(
     if pipeline.ranks > 1 and pipeline.is_tied and (pipeline.has_first_pp_stage or pipeline.has_last_pp_stage):
         tied = tied_numel(layout, rank) * layout.dtype("master").itemsize
         yield Event("sum", None, (("all_reduce", PP if pipeline.ranks == 2 else PP_ENDS, tied),))
-    spread = {TP: layout.tp_size, DP_SHARD: layout.shards, PP: pipeline.ranks}  # parameters; along dp_replicate copies
-    yield Event("norm", None, tuple(("all_reduce", axis, NORM_BYTES) for axis, size in spread.items() if size > 1))
+    # ranks along dp_replicate have copies
+    spread = [axis for axis, size in reversed(layout.sizes.items()) if size > 1 and axis != DP_REPLICATE]
+    yield Event("norm", None, tuple(("all_reduce", axis, NORM_BYTES) for axis in spread))
     exchanges = muon_exchanges(layout) if OPTIMIZERS[optimizer_name].whole_matrices else ()
     away = layout.units if layout.offload.optimizer != "none" else ()
     yield from (Event("update", unit) for unit in away if any(unit.trained))

@@ -117,7 +117,7 @@ def predict_gathered_peak(layout: Layout) -> int:
     """Returns the most bytes of gathered parameters that exist at once: units never freed inside a pass, the running
     unit, and units that are prefetched ahead of it. (A gather in flight also holds its output buffer, not counted.)"""
     compute, now, most = layout.dtype("params").itemsize, 0, 0
-    for event in (event for each in step_passes(layout, 2 * layout.pipeline.ranks) for event in each.events):
+    for event in (event for each in step_passes(layout, layout.steady_micros) for event in each.events):
         if event.unit and event.what in ("gather", "free"):
             unit, sign = event.unit, 1 if event.what == "gather" else -1
             now += sign * (unit.cast_numel(compute) if layout.is_replicated else unit.padded_numel(layout.shards))

@@ -150,17 +150,17 @@ def facts_of(config: PreTrainedConfig) -> list[Facts]:
 
 
 def measure_blocks(
-    config: PreTrainedConfig, recipe: Recipe, checkpointing: str, dtype: str, tp_size: int = 1, cp_size: int = 1
+    config: PreTrainedConfig, recipe: Recipe, checkpointing: str, dtype: str, **block_sizes: int
 ) -> Measured:
     """Returns what a block of each kind of `config` takes under `recipe`'s adapters, with `checkpointing` none, full or
-    selective, computed in `dtype`, on one of `tp_size` ranks that share it and `cp_size` that share its rows. Raises
-    RecipeError where a block cannot run on fake tensors."""
+    selective, computed in `dtype`, on one of the ranks that share it or its rows (Layout.block_sizes; without any it is
+    alone). Raises RecipeError where a block cannot run on fake tensors."""
 
-    def measured(rows: int, checkpointing: str = "none", tp_size: int = 1, cp_size: int = 1) -> Measured:
+    def measured(rows: int, checkpointing: str = "none", **block_sizes: int) -> Measured:
         dtypes: Any = dict.fromkeys(("params", "master", "frozen"), dtype)
         sections: dict[str, Any] = {
             "lora": recipe.lora.model_copy(update={"modules_to_save": [], "adapter": ""}),
-            "parallel": Parallel(tp_size=tp_size, cp_size=cp_size),
+            "parallel": Parallel().model_copy(update=block_sizes),
             "precision": Precision(**dtypes),
             "activation": Activation(checkpointing=checkpointing),
             "train": Train(steps=1, loss_chunk_tokens=0, per_device_train_batch_size=rows),
@@ -176,7 +176,7 @@ def measure_blocks(
     # a tensor of one row may be a view where one of several is a copy: of most models nothing is
     rows = min(2, recipe.train.per_device_train_batch_size)
     rows -= rows == 2 and measured(1) == measured(2)
-    return measured(rows, checkpointing, tp_size, cp_size)
+    return measured(rows, checkpointing, **block_sizes)
 
 
 def measure(recipe: Recipe, config: PreTrainedConfig) -> Measured:

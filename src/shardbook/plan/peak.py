@@ -95,13 +95,13 @@ def predict_moments(layout: Layout, config: PreTrainedConfig, recipe: Recipe) ->
     """Returns the bytes at the moments where a step can be fullest, in order, by name: of its first two micro-batches
     and its last, and the fullest of all."""
     work, state = count_activation_bytes(layout, config, recipe), predict_resident(layout, 0, recipe.optim.name)
-    micros, pipeline, tp_size = recipe.train.gradient_accumulation_steps, layout.pipeline, layout.tp_size
+    micros, pipeline = recipe.train.gradient_accumulation_steps, layout.pipeline
     of_chunks = [
-        _moments(layout, number, chunk.units, work, ceil_div(config.vocab_size, tp_size))
+        _moments(layout, number, chunk.units, work, layout.head_rows(config.vocab_size))
         for number, chunk in enumerate(layout.chunks)
     ]
     # more micro-batches bring nothing that these do not: but in gpipe all forwards are before the first backward
-    few = micros if pipeline.schedule == "gpipe" else min(micros, 3 * pipeline.ranks)
+    few = micros if pipeline.schedule == "gpipe" else min(micros, layout.steady_micros)
     live = (CopiedBytes if layout.is_replicated else ShardedBytes)(layout, few)
     named = {unit for moments in of_chunks for _, unit in moments}
     constants = {"params": int(state.params_bytes), "optimizer": int(state.optimizer_bytes)}
@@ -130,7 +130,7 @@ def predict_moments(layout: Layout, config: PreTrainedConfig, recipe: Recipe) ->
         passes[action.chunk] -= not action.is_forward
     fullest = max(peaks, key=lambda each: each[2].total)
     shown = {name: peak for is_shown, name, peak in peaks if is_shown or name == fullest[1]}
-    if tp_size > 1:  # after all else, their sums
+    if layout.replicated_numel:  # after all else, their sums
         params, sums, optimizer = (int(size) for size in asdict(state).values())
         flat = layout.replicated_numel * layout.dtype("master").itemsize
         shown["what is not cut"] = Peak(params, sums, optimizer, gathered=0, buffers=flat, activations=0, working=0)

@@ -29,7 +29,7 @@ from shardbook.parallel.placement import PlacedModel
 from shardbook.parallel.sharding import ShardedModel, apply_stage
 from shardbook.plan.measure_blocks import kinds_of
 from shardbook.plan.memory_trace import LiveBytes, full_rows
-from shardbook.recipe import RecipeError
+from shardbook.recipe import Recipe, RecipeError
 
 LAYERS = (4, 5)  # blocks of one kind take the same bytes: from these two numbers of layers any other follows
 # Micro-batch, forward or backward, and the place in the order of running: a block, or before or after all of them.
@@ -114,15 +114,24 @@ def first_trained(values: Any) -> Tensor | None:
     return next((tensor for tensor in tensors_in(values) if tensor.requires_grad), None)
 
 
+def find_unsimulated(recipe: Recipe) -> dict[str, str]:
+    """Returns the keys of `recipe` with which no step is simulated, with the reason, and the way out, of each."""
+    reasons = dict[str, str]()
+    if recipe.offload.optimizer != "none":
+        reasons["offload.optimizer"] = (
+            f"= {recipe.offload.optimizer!r}: a host's memory is not simulated; leave --simulate out, or set it to none"
+        )
+    if recipe.parallel.pp_size > 1:
+        way_out = "leave --simulate out, or set parallel.pp_size=1"
+        reasons["parallel.pp_size"] = f"= {recipe.parallel.pp_size}: no pipeline is simulated; {way_out}"
+    return reasons
+
+
 def simulate_step(placed: PlacedModel, terms: LossTerms) -> Simulated:
     """Runs a step of `placed`, whose model is used up, after a shorter one, and returns its bytes: rows are full, every
     token but the first is trained, and a teacher runs with all its layers. Raises RecipeError for pp and offload."""
-    if placed.recipe.parallel.pp_size > 1:
-        asked = f"--simulate: parallel.pp_size = {placed.recipe.parallel.pp_size}"
-        raise RecipeError(f"{asked}: no pipeline is simulated; leave --simulate out, or set parallel.pp_size=1")
-    if placed.recipe.offload.optimizer != "none":
-        asked = f"--simulate: offload.optimizer = {placed.recipe.offload.optimizer!r}"
-        raise RecipeError(f"{asked}: a host's memory is not simulated; leave --simulate out, or set it to none")
+    for key, reason in find_unsimulated(placed.recipe).items():
+        raise RecipeError(f"--simulate: {key} {reason}")
     times = placed.config.num_hidden_layers - LAYERS[1]
     if times <= 0 or len({*kinds_of(placed.config)}) > 1:
         most, kept = _simulate(placed, terms)

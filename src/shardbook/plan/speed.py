@@ -13,7 +13,6 @@ from itertools import compress
 
 from transformers import PreTrainedConfig
 
-from shardbook.arithmetic import ceil_div
 from shardbook.axes import CP, PP_FORWARD, TP
 from shardbook.gpus import gpu_of
 from shardbook.model.flops import Flops
@@ -23,10 +22,10 @@ from shardbook.parallel.layout import Layout
 from shardbook.parallel.schedule import bubble
 from shardbook.parallel.units import Unit
 from shardbook.plan.activation_bytes import without_adapters
+from shardbook.plan.block_traffic import read_inside
 from shardbook.plan.events import Collectives, count_moves, count_traffic, muon_exchanges, step_passes
 from shardbook.plan.hardware import ATTENTION, MEMORY, PCIE_SHARE, PRODUCTS, Cluster
 from shardbook.plan.measure_blocks import kinds_of, measure_blocks
-from shardbook.plan.tp_cp_traffic import read_inside
 from shardbook.recipe import Recipe
 
 PASSES = 3.5  # over what a block reads and writes beside its products: once forward, and backward twice and a half
@@ -73,7 +72,7 @@ def predict_step(
     tokens = recipe.micro_tokens // layout.cp_size
     pairs = recipe.micro_tokens * min(document_tokens, recipe.data.max_length)
     tp_size = layout.tp_size
-    vocab_rows = ceil_div(recipe.outputs(config.vocab_size), tp_size)
+    vocab_rows = layout.head_rows(recipe.outputs(config.vocab_size))
     head = vocab_rows * hidden
     checkpointing, numbers = recipe.activation.checkpointing, layout.blocks(config.num_hidden_layers)
     # share of forward's products that backward makes again: of selective none
@@ -89,7 +88,7 @@ def predict_step(
     passes_of_head = 2 + recipe.recomputes_logits + frozen_forwards + any(shape[0] == vocab_rows for shape in shapes)
     products = 2 * tokens * (blocks + head * passes_of_head) / (PRODUCTS * peak_flops)
     kinds, plain = kinds_of(config), without_adapters(recipe)
-    measured = measure_blocks(config, plain, "none", layout.precision.params, tp_size, layout.cp_size).blocks
+    measured = measure_blocks(config, plain, "none", layout.precision.params, **layout.block_sizes).blocks
     rank_blocks = [measured[kinds[number]] for number in numbers]
     queries = sum(block.attention for block in rank_blocks) / layout.cp_size
     # of the scores that are not masked
@@ -109,11 +108,11 @@ def predict_step(
     row = OPTIMIZERS[recipe.optim.name]
     optimizer = optimizer_seconds(layout, row, trained // layout.shards, peak_flops, memory_rate)
     teacher_seconds = 0.0  # a teacher's forward, its logits gone over as the student's
-    if flops.teacher and layout.teacher:
+    if flops.beside and layout.teacher:
         beside = measure_blocks(layout.teacher, plain, "none", layout.precision.params).blocks
         moved_numel = MOVED * sum(beside[kind].kept.token for kind in kinds_of(layout.teacher))
-        more_products = tokens * flops.teacher.per_token / 2 / (PRODUCTS * peak_flops)
-        more_attention = flops.teacher.per_pair * pairs / 3 / (ATTENTION * peak_flops)
+        more_products = tokens * flops.beside.per_token / 2 / (PRODUCTS * peak_flops)
+        more_attention = flops.beside.per_pair * pairs / 3 / (ATTENTION * peak_flops)
         more_memory = tokens * (moved_numel + layout.teacher.vocab_size * 5 * 4) / memory_rate
         products, attention, memory = products + more_products, attention + more_attention, memory + more_memory
         teacher_seconds = more_products + more_attention + more_memory

@@ -8,9 +8,9 @@ from shardbook.model.attention import PLAIN
 from shardbook.model.selfcheck import check_family
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.mesh import describe_sizes
+from shardbook.plan.block_traffic import describe_pipeline, describe_sharing
 from shardbook.plan.formulas import predict_gathered_peak, predict_resident
 from shardbook.plan.peak import Peak
-from shardbook.plan.tp_cp_traffic import describe_pipeline, describe_sharing
 from shardbook.run.prepare import Job
 from shardbook.terminal import readable_bytes
 
@@ -36,7 +36,7 @@ def describe_layout(job: Job) -> Table:
     precision = layout.precision
     units = [unit for unit in layout.units if unit.shapes]
     frees = sum(unit.reshard_after_backward for unit in units)
-    copies = "whole on each rank" if layout.tp_size == 1 else "of each its own part on each rank"
+    copies = "whole on each rank" if not describe_sharing(layout) else "of each its own part on each rank"
     freed = f"{frees} freed in each micro-batch" if layout.shards > 1 else copies
     table = Table(title="effective layout", show_header=False, title_justify="left")
     table.add_row("stage", f"{layout.stage.name} ({layout.stage.source})")

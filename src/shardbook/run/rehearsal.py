@@ -27,10 +27,10 @@ def rehearse(recipe: Recipe, world_size: int, ranks_per_node: int) -> None:
     day = first_day(read_facts(run) if run else {}, checkpoint or recipe.train.resume_from_checkpoint)
     job = prepare_job(placed, day=day)
     console.show(describe_job(job))
-    from shardbook.plan.simulate import simulate_step  # makes a process group, and loads fake tensors' modules
+    # makes a process group, and loads fake tensors' modules
+    from shardbook.plan.simulate import find_unsimulated, simulate_step
 
-    beside = {"offload.optimizer": recipe.offload.optimizer != "none", "parallel.pp_size": recipe.parallel.pp_size > 1}
-    unsimulated = " and ".join(key for key, is_there in beside.items() if is_there)
+    unsimulated = " and ".join(find_unsimulated(recipe))
     if not unsimulated:
         simulated = simulate_step(job, job.objective.terms)
         console.print(

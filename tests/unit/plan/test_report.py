@@ -8,6 +8,7 @@ from plans import ORDER, plan_of, report_on
 
 from shardbook.cli import PLAIN, main
 from shardbook.gpus import GPUS
+from shardbook.plan.block_traffic import describe_sharing
 from shardbook.plan.cluster import build_planner
 from shardbook.plan.hardware import (
     build_cluster,
@@ -22,7 +23,6 @@ from shardbook.plan.report import (
     facts,
     make_report,
 )
-from shardbook.plan.tp_cp_traffic import describe_sharing
 from shardbook.recipe import STAGES, find_recipe, load_recipe, parse_recipe
 
 

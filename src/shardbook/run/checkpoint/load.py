@@ -17,9 +17,7 @@ from torch import Tensor
 
 from shardbook.boxes import Cut, local_box, overlap
 from shardbook.local_tensors import local_values, plain_tensors
-from shardbook.model.adapters import base_identity
 from shardbook.model.flash import current_flash
-from shardbook.model.teacher import teacher_identity
 from shardbook.optim import state_kind
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.ranks.distributed import broadcast_from_main, gather_results
@@ -34,12 +32,10 @@ from shardbook.run.checkpoint.format import (
     read_stored,
 )
 from shardbook.run.checkpoint.save import (
-    BASE,
     EVERY,
     FLASH,
     MODEL,
     OPTIMIZER,
-    TEACHER,
     bytes_of,
     checkpoint_tensors,
     kept_shapes,
@@ -49,6 +45,13 @@ from shardbook.run.checkpoint.save import (
 )
 
 RESIDUAL = "residual"  # exchanges whose rounding errors a checkpoint of before holds
+
+# of frozen weights that a checkpoint depends on (CausalLM.frozen_identities): what a checkpoint with others is, and
+# where to set the right ones
+FROZEN = {
+    "base": ("holds adapters of another base model", "[model]"),
+    "teacher": ("learned from another teacher", "method and [distill]"),
+}
 
 
 def check_checkpoint(path: Path, sharded: ShardedModel) -> tuple[StoredCheckpoint, TrainState]:
@@ -68,10 +71,9 @@ def check_checkpoint(path: Path, sharded: ShardedModel) -> tuple[StoredCheckpoin
             f"checkpoint {path} is of another model ({len(differ)} parameters differ; {'; '.join(differ[:3])}); "
             "set model.path, method and [lora] to those of its run"
         )
-    for key, digest, what, way_out in (
-        (BASE, base_identity(sharded.model), "holds adapters of another base model", "[model]"),
-        (TEACHER, teacher_identity(sharded.model), "learned from another teacher", "method and [distill]"),
-    ):
+    model: Any = sharded.model
+    for key, (what, way_out) in FROZEN.items():
+        digest = model.frozen_identities.get(key, "")
         if digest != (stored_digest := state.get(key, "")):
             raise RecipeError(
                 f"checkpoint {path}: {what} ({stored_digest or 'none'} there, {digest or 'none'} here); set {way_out} "

@@ -23,13 +23,11 @@ from shardbook.boxes import assign_writes, local_box
 from shardbook.comm.torch_private import norms_of
 from shardbook.local_tensors import plain_tensors
 from shardbook.memory.host_state import available_memory
-from shardbook.model.adapters import base_identity, kept_parameters
+from shardbook.model.adapters import kept_parameters
 from shardbook.model.flash import current_flash
-from shardbook.model.teacher import teacher_identity
 from shardbook.optim import state_kind
 from shardbook.optim.table import OPTIMIZERS
 from shardbook.parallel.layout import Layout
-from shardbook.parallel.pipeline import tied_weight
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.plan.formulas import predict_copied
 from shardbook.ranks.distributed import broadcast_from_main, gather_results, sum_over_ranks
@@ -46,8 +44,6 @@ from shardbook.run.prepare import Job
 from shardbook.terminal import print_line
 
 OPTIMIZER = "optimizer"  # kind of the optimizer state
-BASE = "base"  # digest of the adapters' base model; absent or empty where the checkpoint has every parameter
-TEACHER = "teacher"  # digest of the teacher; absent without one
 FLASH = "flash_attention"  # the implementation that was active
 MODEL, MOMENTS = "model.", "optimizer.state."  # how the names of items begin; a moment is named by its parameter
 NORMED = (torch.float32, torch.bfloat16, torch.float16)  # their norms are added up in fp32
@@ -208,12 +204,9 @@ def items_to_write(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> t
 
 
 def _tied_names(sharded: ShardedModel, tensors: dict[str, Tensor]) -> set[str]:
-    """Returns which of `tensors` are of the weight that the first and the last pipeline stage have, on these two."""
-    if not (sharded.links and sharded.links.ends):
-        return set()
-    weight = tied_weight(sharded.model)
-    name = next(name for name, parameter in sharded.model.named_parameters() if parameter is weight)
-    return {each for each in tensors if each == MODEL + name or each.startswith(f"{MOMENTS}{name}.")}
+    """Returns which of `tensors` are of parameters that another part of the model has too."""
+    tied = sharded.tied_names
+    return {each for name in tied for each in tensors if each == MODEL + name or each.startswith(f"{MOMENTS}{name}.")}
 
 
 def nbytes_of(tensor: Tensor) -> int:
@@ -303,9 +296,8 @@ def state_facts(sharded: ShardedModel, optimizer: torch.optim.Optimizer, state: 
         OPTIMIZER: state_kind(optimizer, sharded.layout.shards),
         FLASH: current_flash(),
     }
-    frozen = {BASE: base_identity(sharded.model), TEACHER: teacher_identity(sharded.model)}
-    facts["shapes"] = kept_shapes(sharded.layout, sharded.model)
-    return facts | {name: digest for name, digest in frozen.items() if digest}
+    model: Any = sharded.model
+    return facts | model.frozen_identities | {"shapes": kept_shapes(sharded.layout, model)}
 
 
 def kept_shapes(layout: Layout, model: Any) -> dict[str, list[int]]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from shardbook.data.loader import eval_micro_batches, eval_rows
 from shardbook.data.tokenized import Documents, Row
-from shardbook.model.adapters import base_identity, weights_identity
+from shardbook.model.adapters import weights_identity
 from shardbook.objectives.preference import log_probabilities
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.paths import write_whole
@@ -51,7 +51,9 @@ class Reference:
         begins with the checkpoint `named` of a run with another reference. Collective."""
         if not self.is_wanted:
             return True
-        of = base_identity(sharded.model) or weights_identity(self.recipe.model, self.recipe.train.seed, weights)
+        model: Any = sharded.model
+        base = model.frozen_identities.get("base")
+        of = base or weights_identity(self.recipe.model, self.recipe.train.seed, weights)
         data = broadcast_from_main(lambda: [_digest(documents) for documents, _ in self.rows.values()])
         self.digest = f"{of}, {self.recipe.lora.model_dump_json()}; {' '.join(data)}"
         self.archive: dict[str, Any] = broadcast_from_main(lambda: _read(self.file))

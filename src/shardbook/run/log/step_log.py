@@ -20,8 +20,8 @@ from shardbook.comm.ledger import Ledger, warmup_steps
 from shardbook.gpus import gpu_of
 from shardbook.model.flops import Flops
 from shardbook.parallel.sharding import ShardedModel
+from shardbook.plan.block_traffic import read_inside
 from shardbook.plan.formulas import predict_traffic
-from shardbook.plan.tp_cp_traffic import read_inside
 from shardbook.ranks.distributed import Ranks
 from shardbook.ranks.exits import RunFailed
 from shardbook.ranks.signals import StopFlag
