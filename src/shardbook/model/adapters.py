@@ -19,8 +19,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardbook.model.blocks import copy_module
 from shardbook.model.causal_lm import CausalLM
-from shardbook.model.hf_model import copy_module
 from shardbook.model.nf4 import PackedLinear, pack_module, packed_product, unpacked_weight
 from shardbook.model.weight_files import digest_share
 from shardbook.model.weights import MAGNITUDE, is_adapter, local_rows

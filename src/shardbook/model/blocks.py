@@ -1,15 +1,36 @@
-"""A part of a model's blocks: what stands in the list of blocks for those that lie elsewhere.
+"""Parts of a model by their names, and a model that has a part of its blocks: what stands in their list for the others.
 
 Invariant: the base model's own forward runs its list as it is, and ends as it ends; nothing here knows which arguments
 it passes to a block. Parameter names stay transformers'.
 """
 
+import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from shardbook.model.hf_model import at, copy_module, put
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def at(module: nn.Module, name: str) -> Any:
+    """Returns the module inside `module` of a dotted `name`; None where it was taken away."""
+    for part in name.split("."):
+        module = getattr(module, part)
+    return module
+
+
+def put(module: nn.Module, name: str, child: nn.Module | nn.Parameter | None) -> None:
+    """Sets the module, or parameter, inside `module` of a dotted `name`."""
+    owner, _, last = name.rpartition(".")
+    setattr(at(module, owner) if owner else module, last, child)
+
+
+def copy_module(module: Module) -> Module:
+    """Returns another module of the same parts, with attributes, parts and hooks of its own."""
+    copied = copy.copy(module)
+    vars(copied).update({name: value.copy() for name, value in vars(copied).items() if isinstance(value, dict)})
+    return copied
 
 
 class Absent(nn.Module):
@@ -28,8 +49,9 @@ class Absent(nn.Module):
 
 
 def keep_blocks(model: Any, numbers: Sequence[int], has_embedding: bool, has_head: bool) -> None:
-    """Keeps of a CausalLM the blocks of these `numbers`, which follow each other, and where it has them its embedding,
-    its last norm and its head. No name changes. A tied head without the embedding has the embedding's name."""
+    """Keeps of a CausalLM the blocks of these `numbers`, its embedding if it `has_embedding`, its last norm and its head
+    if it `has_head`. It can run where the numbers follow each other. No name changes; a tied head without the embedding
+    has the embedding's name."""
     names, base = model.names, model.base
     blocks = enumerate(at(base, names.blocks))
     kept = [block if number in numbers or isinstance(block, Absent) else Absent(block) for number, block in blocks]
@@ -45,4 +67,8 @@ def copy_view(model: Any) -> Any:
     """Returns another CausalLM of the same modules, with hooks and a list of blocks of its own."""
     view = copy_module(model)
     setattr(view, model.names.base, copy_module(model.base))
+    for name in (view.names.embedding, view.names.blocks, view.names.norm):
+        owner = name.rpartition(".")[0]
+        if owner and at(view.base, owner) is at(model.base, owner):  # else both would have one list of blocks
+            put(view.base, owner, copy_module(at(model.base, owner)))
     return view

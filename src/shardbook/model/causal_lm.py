@@ -18,10 +18,10 @@ from transformers import Cache, PreTrainedConfig
 
 from shardbook.model.attention import KERNELS, Kernel, use_attention
 from shardbook.model.batch import Batch
-from shardbook.model.blocks import Absent
+from shardbook.model.blocks import Absent, at
 from shardbook.model.dtypes import DTYPES
 from shardbook.model.file_names import FileNames
-from shardbook.model.hf_model import at, find_logit_transform, split_model
+from shardbook.model.hf_model import find_logit_transform, split_model
 from shardbook.model.loss_head import LossHead, ScoreHead, TeacherOutput
 from shardbook.model.masks import documents_of
 from shardbook.recipe import Distill

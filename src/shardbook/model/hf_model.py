@@ -4,20 +4,19 @@ Invariant: no family is named. Everything lies on the meta device but buffers, w
 `initialize_weights` makes on the host: no file has most of them.
 """
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from shardbook.model.blocks import copy_module, put
 from shardbook.model.experts import stack_rows
 
 Transform = Callable[[Tensor], Tensor]
-Module = TypeVar("Module", bound=nn.Module)
 IS_INITIALIZED = "_is_hf_initialized"  # transformers' mark of a tensor that its initialize_weights leaves as it is
 IN_FP32 = "_keep_in_fp32_modules_strict"  # transformers' name of what keeps fp32 in a bf16 model: biases of routers
 
@@ -95,26 +94,6 @@ def split_model(config: PreTrainedConfig, dtype: torch.dtype) -> Parts:
     vectors = {prefix + name: vector for name, vector in vectors.items()}
     stacked = {prefix + name: shape for name, shape in stacked.items()}
     return Parts(hf_model, names, head.weight is embedding.weight, vectors, stacked)
-
-
-def at(module: nn.Module, name: str) -> Any:
-    """Returns the module inside `module` of a dotted `name`; None where it was taken away."""
-    for part in name.split("."):
-        module = getattr(module, part)
-    return module
-
-
-def put(module: nn.Module, name: str, child: nn.Module | nn.Parameter | None) -> None:
-    """Sets the module, or parameter, inside `module` of a dotted `name`."""
-    owner, _, last = name.rpartition(".")
-    setattr(at(module, owner) if owner else module, last, child)
-
-
-def copy_module(module: Module) -> Module:
-    """Returns another module of the same parts, with attributes, parts and hooks of its own."""
-    copied = copy.copy(module)
-    vars(copied).update({name: value.copy() for name, value in vars(copied).items() if isinstance(value, dict)})
-    return copied
 
 
 def fill_buffers(base: PreTrainedModel) -> dict[str, Tensor]:

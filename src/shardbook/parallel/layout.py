@@ -194,7 +194,7 @@ class Layout:
         """The exchanges of qgZ, in order: mesh axis, ranks along it, bits."""
         return self.switches.hops(self.shards)
 
-    @property
+    @cached_property
     def replicated_numel(self) -> int:
         """The elements of this rank's shards, padded, whose gradients are summed over tensor-parallel ranks."""
         return sum(unit.replicated_numel(self.shards) for unit in self.units) * (self.tp_size > 1)

@@ -49,6 +49,9 @@ class PipelineLinks:
     """
 
     pipeline: Pipeline
+    tp_size: int  # ranks that share the tokens of a message
+    width: int  # of a token's hidden state
+    dtype: torch.dtype
     everyone: dist.ProcessGroup  # all ranks along pp
     ends: dist.ProcessGroup | None  # the first and the last of them, where both have a tied weight
     # rank and group that activations (True) and gradients (False) are sent to, and received from
@@ -66,9 +69,12 @@ class PipelineLinks:
         assert work is not None, "this rank is none of the two"
         self.sent = [*(each for each in self.sent if not each[0].is_completed()), (work, tensor)]
 
-    def make_recv_buffer(self, tensor: Tensor, is_forward: bool) -> RecvBuffer:
-        """Makes a receive buffer of `tensor`, which was just allocated on the compute stream. That stream may still be
-        reading what lay in this memory before, so the buffer may be written only after the work launched so far."""
+    def make_recv_buffer(self, shape: torch.Size, device: torch.device, is_forward: bool) -> RecvBuffer:
+        """Allocates, on the compute stream, a receive buffer for the hidden states of tokens [B, L] of this `shape`. That
+        stream may still be reading what lay in this memory before, so the buffer may be written only after the work
+        launched so far."""
+        tokens = shape if self.tp_size == 1 else (1, shape.numel() // self.tp_size)
+        tensor = torch.empty(*tokens, self.width, dtype=self.dtype, device=device)
         return RecvBuffer(tensor, is_forward, torch.cuda.current_stream().record_event() if self.stream else None)
 
     def post_recv(self, buffer: RecvBuffer) -> tuple[dist.Work, Tensor]:
@@ -146,8 +152,9 @@ def apply_pipeline_parallel(
     return pipeline, views
 
 
-def build_pipeline_links(layout: Layout, mesh: DeviceMesh) -> PipelineLinks | None:
-    """Builds this rank's links to its neighbours along pp; None where there is one pipeline stage. Collective.
+def build_pipeline_links(model: Any, layout: Layout, mesh: DeviceMesh) -> PipelineLinks | None:
+    """Builds the links of this rank's part of a `model` to its neighbours along pp; None where there is one pipeline
+    stage. Collective.
 
     Each link passes a first message here: NCCL connects two ranks at their first message, and each waits on the host
     until the other one takes part, so inside a step a rank could wait for a peer that waits for its next message. Here
@@ -180,4 +187,5 @@ def build_pipeline_links(layout: Layout, mesh: DeviceMesh) -> PipelineLinks | No
             group = dist.new_group([column[0], column[-1]], group_desc=PP_ENDS)
             ends = group if rank in (column[0], column[-1]) else ends
     stream = torch.cuda.Stream() if mesh.device_type == "cuda" else None
-    return PipelineLinks(pipeline, mesh.get_group(PP), ends, to, by, stream)
+    facts = layout.tp_size, model.config.hidden_size, layout.dtype("params")
+    return PipelineLinks(pipeline, *facts, mesh.get_group(PP), ends, to, by, stream)

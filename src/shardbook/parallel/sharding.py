@@ -7,6 +7,7 @@ factor is 1. `shard_model` does the same for a loop of one's own: see docs/libra
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import repeat
 from typing import Any
 
@@ -89,15 +90,22 @@ class ShardedModel:
         if self.replicated:
             yield
             return
-        stage, units = self.layout.stage, self.layout.units
-        root = units[-1].handle
-        root.set_requires_gradient_sync(stage.syncs(is_last))
+        root, syncs, reshards = self._schedule[is_last]
+        root.set_requires_gradient_sync(syncs)
         root.set_requires_all_reduce(is_last)  # across replicas gradients are summed once a step, in every stage
-        for unit in units:
-            unit.handle.set_reshard_after_backward(unit.reshards_after_backward(is_last), recurse=False)
+        for handle, is_resharded in reshards:
+            handle.set_reshard_after_backward(is_resharded, recurse=False)
         yield
         if is_last and self.mesh:
             sum_replicated_gradients(self.model, self.mesh, self.layout.replicated_numel)
+
+    @cached_property
+    def _schedule(self) -> list[tuple[FSDPModule, bool, list[tuple[FSDPModule, bool]]]]:
+        """The settings of a micro-batch, and of the last one of a step: the root, whether it reduces gradients, and of
+        each unit whether its parameters are freed after backward."""
+        stage, units = self.layout.stage, self.layout.units
+        settings = [[(unit.handle, unit.reshards_after_backward(last)) for unit in units] for last in (False, True)]
+        return [(units[-1].handle, stage.syncs(last), settings[last]) for last in (False, True)]
 
     def fill_gradients(self) -> None:
         """Sets, after a step's last backward, zeros as the gradients of trained parameters that no rank reached, in
@@ -154,7 +162,7 @@ def apply_stage(model: nn.Module, layout: Layout, mesh: DeviceMesh, ours: bool =
     among 0 and 1, and among 2 and 3; once a step gradients are summed among 0 and 2, and among 1 and 3.
     """
     set_cp_group(model, layout)
-    links = build_pipeline_links(layout, mesh)
+    links = build_pipeline_links(model, layout, mesh)
     monitor = PassMonitor()  # one for all chunks: an error in one of them broke the whole model
     roots = [chunk.units[-1].modules[0] for chunk in layout.chunks]
     # losses are fp32; hidden states for the next pipeline stage are not

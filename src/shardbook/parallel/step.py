@@ -35,11 +35,7 @@ class MicroBatchRunner:
         pipeline = self.layout.pipeline
         if action is None or (pipeline.is_first if action.is_forward else pipeline.is_last)(action.chunk):
             return None
-        shape, tp_size = micros[action.micro].input_ids.shape, self.layout.tp_size
-        around = shape if tp_size == 1 else (1, shape.numel() // tp_size)
-        width = self.chunks[action.chunk].model.config.hidden_size
-        tensor = torch.empty(*around, width, dtype=self.layout.dtype("params"), device=self.device)
-        return self.links.make_recv_buffer(tensor, action.is_forward)
+        return self.links.make_recv_buffer(micros[action.micro].input_ids.shape, self.device, action.is_forward)
 
     def post_recv(self, buffer: RecvBuffer | None) -> tuple[dist.Work, Tensor] | None:
         return self.links.post_recv(buffer) if buffer else None

@@ -9,9 +9,8 @@ from tiny import config, write_model
 
 from shardbook.model import attention, blocks
 from shardbook.model.attention import KERNELS
-from shardbook.model.blocks import copy_view, keep_blocks
+from shardbook.model.blocks import at, copy_view, keep_blocks, put
 from shardbook.model.causal_lm import build_model
-from shardbook.model.hf_model import at, put
 from shardbook.model.masks import attention_mask, number_documents, rule_on_positions
 
 

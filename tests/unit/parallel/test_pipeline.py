@@ -256,9 +256,8 @@ def links_of(monkeypatch, rank, world, **sizes):
     monkeypatch.setattr(dist, "send", lambda tensor, to, group: waits.append((rank, to, group)))
     monkeypatch.setattr(dist, "recv", lambda tensor, by, group: waits.append((by, rank, group)))
     mesh = SimpleNamespace(device_type="cpu", get_group=lambda axis: axis)
-    return build_pipeline_links(
-        layout_of("zero3", rank, world, layers=8 * sizes.get("pipeline_chunks", 1), **sizes), mesh
-    ), waits
+    layout = layout_of("zero3", rank, world, layers=8 * sizes.get("pipeline_chunks", 1), **sizes)
+    return build_pipeline_links(SimpleNamespace(config=config()), layout, mesh), waits
 
 
 def never_done(waits):

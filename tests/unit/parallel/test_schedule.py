@@ -155,7 +155,7 @@ class Chunk:
     """Layers that only say when they are run."""
 
     def __init__(self, events):
-        self.events, self.model, self.config = events, self, SimpleNamespace(hidden_size=1)
+        self.events, self.model = events, self
         self.weight = torch.ones(1, requires_grad=True)
 
     def __call__(self, *seen, hidden=None):
@@ -178,8 +178,8 @@ def part_of(shape, rank, stream=None):
     # a link is named by the place of its first rank, and what passes it
     to = {True: (after, ("activations", rank)), False: (before, ("gradients", before))}
     by = {True: (before, ("activations", before)), False: (after, ("gradients", rank))}
-    links = PipelineLinks(place, None, None, to, by, stream)
-    layout = SimpleNamespace(pipeline=place, tp_size=1, dtype=lambda _: torch.float32)
+    links = PipelineLinks(place, 1, 1, torch.float32, None, None, to, by, stream)
+    layout = SimpleNamespace(pipeline=place)
     parts = [Chunk(events) for _ in range(chunks)]
     return SimpleNamespace(links=links, layout=layout, chunks=parts, begin_step=lambda: None, model=None), events
 
