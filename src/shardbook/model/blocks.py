@@ -49,9 +49,9 @@ class Absent(nn.Module):
 
 
 def keep_blocks(model: Any, numbers: Sequence[int], has_embedding: bool, has_head: bool) -> None:
-    """Keeps of a CausalLM the blocks of these `numbers`, its embedding if it `has_embedding`, its last norm and its head
-    if it `has_head`. It can run where the numbers follow each other. No name changes; a tied head without the embedding
-    has the embedding's name."""
+    """Keeps of a CausalLM the blocks of these `numbers`, its embedding if it `has_embedding`, its last norm and its
+    head if it `has_head`. It can run where the numbers follow each other. No name changes; a tied head without the
+    embedding has the embedding's name."""
     names, base = model.names, model.base
     blocks = enumerate(at(base, names.blocks))
     kept = [block if number in numbers or isinstance(block, Absent) else Absent(block) for number, block in blocks]

@@ -70,7 +70,7 @@ class PipelineLinks:
         self.sent = [*(each for each in self.sent if not each[0].is_completed()), (work, tensor)]
 
     def make_recv_buffer(self, shape: torch.Size, device: torch.device, is_forward: bool) -> RecvBuffer:
-        """Allocates, on the compute stream, a receive buffer for the hidden states of tokens [B, L] of this `shape`. That
+        """Allocates, on the compute stream, a receive buffer for hidden states of tokens [B, L] of this `shape`. That
         stream may still be reading what lay in this memory before, so the buffer may be written only after the work
         launched so far."""
         tokens = shape if self.tp_size == 1 else (1, shape.numel() // self.tp_size)
