@@ -191,12 +191,14 @@ def added_mask(mask: Tensor, query: Tensor) -> Tensor:
 
 @contextmanager
 def cached_attention(config: PreTrainedConfig) -> Iterator[None]:
-    """Lets blocks of `config`, inside, take a cache: sdpa replaces kernels of our own, which support none."""
-    kernel = config._attn_implementation
-    if KERNELS[kernel_of(config)].make:
-        use_attention(config, KERNELS["sdpa"])
-    yield
-    config._attn_implementation = kernel
+    """Lets blocks of `config`, inside, compute whole rows, and take a cache: sdpa replaces kernels of our own, which
+    support none."""
+    name, kernel = config._attn_implementation, KERNELS[kernel_of(config)]
+    use_attention(config, KERNELS["sdpa"] if kernel.make else kernel)
+    try:
+        yield
+    finally:
+        config._attn_implementation = name
 
 
 def heads_of(config: PreTrainedConfig) -> tuple[int, int]:

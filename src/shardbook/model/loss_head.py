@@ -46,10 +46,9 @@ class LossHead(nn.Linear):
         logits that it has; otherwise backward computes each chunk's logits again. Without targets: logits [n,
         vocabulary]. With a `teacher` three sums [3]: the loss, which alone has a gradient, and the negative
         log-likelihood and the divergence that it is made of."""
-        weight = self.local_weight
         if targets is None:
-            logits = F.linear(hidden, weight, self.bias)
-            return self.logit_transform(logits) if self.logit_transform else logits
+            return self.logits(hidden)
+        weight = self.local_weight
         rows = self.chunk_tokens or max(1, len(targets))
         chunk_loss = self.chunk_loss_of(targets)
         total: Callable[[Tensor], Tensor] | None = torch.sum if summed else None
@@ -60,6 +59,11 @@ class LossHead(nn.Linear):
         if self.logit_transform:
             chunk_loss = partial(transformed_chunk_loss, self.logit_transform, chunk_loss)
         return _ChunkedLoss.apply(hidden, weight, self.bias, rows, chunk_loss, total, torch.is_grad_enabled())
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Returns the logits [n, vocabulary] of hidden [n, hidden]."""
+        logits = F.linear(hidden, self.local_weight, self.bias)
+        return self.logit_transform(logits) if self.logit_transform else logits
 
     @property
     def local_weight(self) -> Tensor:
@@ -290,9 +294,26 @@ def total_with_teacher(teacher: TeacherOutput, divergences: Tensor, losses: Tens
     return torch.stack([(1 - ratio) * likelihood + ratio * teacher.temperature**2 * divergence, likelihood, divergence])
 
 
+def cross_entropy_of_part(
+    gather: Callable[[Tensor], Tensor], targets: Tensor, logits: Tensor, chunk: slice, trains: bool
+) -> tuple[Tensor, Tensor]:
+    """Returns `chunk_cross_entropy` of the rows `chunk` where the vocabulary is in parts, each with its logits [n, V],
+    and `targets` count from the first of these. `gather` returns three numbers a row of all parts, [parts, 3, n], of
+    those of this one, [3, n] (Megatron-LM, arXiv 1909.08053, section 3, has two all-reduces). The losses are the same
+    of every part, the gradient is that of its own logits."""
+    device_type = logits.device.type
+    exponentials = fused(local_exponentials, device_type, static_widths=True)
+    grad_logits, *row_stats = exponentials(logits, targets[chunk], trains)
+    losses, share = fused(combine_parts, device_type)(gather(torch.stack(row_stats)), row_stats[0])
+    if trains:
+        slopes = fused(local_grad_logits, device_type, static_widths=True)
+        grad_logits = slopes(grad_logits, share, targets[chunk]).to(logits.dtype)
+    return losses, grad_logits
+
+
 def local_exponentials(logits: Tensor, targets: Tensor, trains: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns exp(logits - their largest) [n, V] (not `trains`: the logits); and, each fp32 [n], the largest logit, the
-    sum of the exponentials, and the target's logit, or 0 where another rank has it."""
+    sum of the exponentials, and the target's logit, or 0 where another part has it."""
     grad_logits = logits.float()
     outside, where = (targets < 0) | (targets >= grad_logits.shape[1]), targets.clamp(0, grad_logits.shape[1] - 1)
     largest = grad_logits.amax(-1, keepdim=True)
@@ -301,9 +322,9 @@ def local_exponentials(logits: Tensor, targets: Tensor, trains: bool) -> tuple[T
     return grad_logits if trains else logits, largest[:, 0], grad_logits.sum(-1), picked
 
 
-def combine_ranks(gathered: Tensor, local_largest: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the losses, and the factor that makes probabilities of this rank's exponentials; [n] both. `gathered`
-    [ranks, 3, n]: the three numbers of each rank; `local_largest` [n]: this rank's largest logits."""
+def combine_parts(gathered: Tensor, local_largest: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the losses, and the factor that makes probabilities of this part's exponentials; [n] both. `gathered`
+    [parts, 3, n]: the three numbers of each part; `local_largest` [n]: this part's largest logits."""
     largest, sums, picked = gathered.unbind(1)
     peak = largest.amax(0)
     total = (sums * (largest - peak).exp()).sum(0)
@@ -313,7 +334,7 @@ def combine_ranks(gathered: Tensor, local_largest: Tensor) -> tuple[Tensor, Tens
 def local_grad_logits(grad_logits: Tensor, share: Tensor, targets: Tensor) -> Tensor:
     grad_logits *= share[:, None]
     if torch.compiler.is_compiling():
-        return subtract_one(grad_logits, targets[:, None])  # a target of another rank matches no column
+        return subtract_one(grad_logits, targets[:, None])  # a target of another part matches no column
     inside = (targets >= 0) & (targets < grad_logits.shape[1])
     where = targets.clamp(0, grad_logits.shape[1] - 1)[:, None]
     return grad_logits.scatter_add_(1, where, -inside.to(grad_logits.dtype)[:, None])

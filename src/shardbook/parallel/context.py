@@ -6,6 +6,8 @@ Two all-to-alls forward, two backward. Invariant: ranks of a group see slices of
 of the model as data-parallel ranks do, and each computes the loss of its own tokens.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,10 +44,16 @@ class CPGroup:
     heads: list[int]  # of each rank: how many query heads it computes
     key_heads: list[list[int]]  # of each rank: the heads of keys and values that it computes them with
     process_group: dist.ProcessGroup | None = None
+    full_groups: int = 1  # how many query heads a head of keys serves, without the exchange
 
     @property
     def size(self) -> int:
         return len(self.heads)
+
+    @property
+    def groups(self) -> int:
+        """How many of this rank's query heads a head of keys serves."""
+        return self.heads[self.cp_rank] // len(self.key_heads[self.cp_rank])
 
     def seq_to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """Exchanges queries, keys, values [B, heads, L / size, D] of all heads for [B, heads, L, D] of this rank's."""
@@ -128,9 +136,21 @@ def apply_context_parallel(model: CausalLM, parallel: Parallel, rank: int) -> No
     block: Any
     for block in model.blocks:
         block.self_attn.cp_group = cp_group
-        block.self_attn.num_key_value_groups = cp_group.heads[cp_group.cp_rank] // len(
-            cp_group.key_heads[cp_group.cp_rank]
-        )
+        cp_group.full_groups = block.self_attn.num_key_value_groups
+        block.self_attn.num_key_value_groups = cp_group.groups
+
+
+@contextmanager
+def whole_rows(model: nn.Module) -> Iterator[None]:
+    """Has attention of `model` compute all heads of whole rows, inside, with a kernel that exchanges nothing."""
+    attention: list[Any] = [each for each in model.modules() if isinstance(getattr(each, "cp_group", None), CPGroup)]
+    for module in attention:
+        module.num_key_value_groups = module.cp_group.full_groups
+    try:
+        yield
+    finally:
+        for module in attention:
+            module.num_key_value_groups = module.cp_group.groups
 
 
 def check_heads(config: Any, parallel: Parallel) -> None:

@@ -100,9 +100,9 @@ class Layout:
         (tensor.py). Units have the shapes of this rank's parts."""
         return self.sizes.get(TP, 1)
 
-    def head_rows(self, outputs: int) -> int:
-        """Returns the most rows that a rank has of a head of `outputs` rows."""
-        return ceil_div(outputs, self.tp_size)
+    def share_of(self, count: int) -> int:
+        """Returns the most that a rank has of `count` rows of a head, or heads of keys, which ranks share."""
+        return ceil_div(count, self.tp_size)
 
     @property
     def block_sizes(self) -> dict[str, int]:

@@ -94,6 +94,11 @@ class PipelineLinks:
         assert work is not None, "this rank is none of the two"
         return work, buffer.tensor
 
+    def from_last_stage(self, tensor: Tensor) -> Tensor:
+        """Returns the `tensor` of the last stage, on every rank along pp; others give one of its shape. Collective."""
+        dist.broadcast(tensor, dist.get_process_group_ranks(self.everyone)[-1], self.everyone)
+        return tensor
+
     def finish(self) -> None:
         for work, _ in self.sent:
             work.wait()

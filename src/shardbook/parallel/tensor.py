@@ -8,7 +8,8 @@ its gradient on each rank, which `sum_replicated_gradients` adds up. Applied on 
 compile and stage.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,10 +24,10 @@ from torch.distributed.tensor import DTensor, Shard
 from shardbook.arithmetic import ceil_div
 from shardbook.axes import TP
 from shardbook.comm.collectives import AllGatherTokens, ReduceScatterTokens, all_gather_tokens
-from shardbook.comm.compile_on_cuda import fused
 from shardbook.local_tensors import local_part
+from shardbook.model.blocks import put
 from shardbook.model.causal_lm import CausalLM
-from shardbook.model.loss_head import ChunkLoss, LossHead, combine_ranks, local_exponentials, local_grad_logits
+from shardbook.model.loss_head import ChunkLoss, LossHead, cross_entropy_of_part
 from shardbook.parallel.units import Placement
 from shardbook.recipe import RecipeError
 
@@ -36,9 +37,7 @@ PLAN = {f"{ATTENTION}{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj
 PLAN |= {f"{MLP}{name}": "colwise" for name in ("gate_proj", "up_proj")}
 PLAN |= {f"{ATTENTION}o_proj": "rowwise", f"{MLP}down_proj": "rowwise"}
 UNSHARDED = ("replicated_with_grad_allreduce",)  # head norms: not sharded
-EMBEDDING = {
-    "embed_tokens": "embedding_rowwise"
-}  # said of a tied one by transformers 5.17; its rows are sharded here anyway
+EMBEDDING = {"embed_tokens": "embedding_rowwise"}  # of a tied one in transformers 5.17: its rows are sharded anyway
 
 
 @dataclass(eq=False)
@@ -60,6 +59,7 @@ class TPGroup:
     size: int
     tp_rank: int
     process_group: dist.ProcessGroup | None = None
+    has_all_tokens: bool = False  # around norms too: without a gradient alone (`whole_tokens`)
 
     def share(self, count: int) -> slice:
         """Returns which of `count` rows, or columns, are this rank's: as torch.chunk splits, the last ranks fewer."""
@@ -72,11 +72,16 @@ class TPGroup:
 
     def all_gather(self, part: Tensor) -> Tensor:
         """All-gathers the tokens [1, n, hidden] of each rank as [1, size * n, hidden]; backward reduce-scatters."""
+        if self.has_all_tokens:
+            return part
         return AllGatherTokens.apply(part, self)
 
     def reduce_scatter(self, full: Tensor) -> Tensor:
         """Reduce-scatters size * n tokens [..., hidden], of which each rank has a partial sum, to [1, n, hidden], this
         rank's part of the sum; backward all-gathers."""
+        if self.has_all_tokens:
+            dist.all_reduce(summed := full.contiguous(), group=self.process_group)
+            return summed
         return ReduceScatterTokens.apply(full, self)
 
 
@@ -140,26 +145,20 @@ class VocabParallelHead(LossHead):
     def local_weight(self) -> Tensor:
         return local_part(self.weight)
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Returns all logits on every rank. Collective."""
+        part = super().logits(hidden)
+        share = ceil_div(self.out_features, self.tp_group.size)  # the last rank may have fewer
+        rows = F.pad(part, (0, share - part.shape[1])).t()
+        return all_gather_tokens(rows[None], self.tp_group)[0, : self.out_features].t()
+
     def chunk_loss_of(self, targets: Tensor) -> ChunkLoss:
-        return partial(vocab_parallel_cross_entropy, self.tp_group, targets - self.first)
+        """Returns the loss of a chunk of `targets`: its logits stay on their ranks, which gather three numbers a row.
+        Collective."""
+        return partial(cross_entropy_of_part, self._gather, targets - self.first)
 
-
-def vocab_parallel_cross_entropy(
-    tp_group: TPGroup, targets: Tensor, logits: Tensor, chunk: slice, trains: bool
-) -> tuple[Tensor, Tensor]:
-    """Returns `chunk_cross_entropy` of the rows `chunk` where each tensor-parallel rank has the logits [n, V] of its
-    part of the vocabulary, and `targets` count from the first of these. It takes one all-gather of three numbers a row
-    (Megatron-LM, arXiv 1909.08053, section 3, has two all-reduces). The losses are the same on every rank, the gradient
-    is that of its own logits. Collective."""
-    device_type = logits.device.type
-    exponentials = fused(local_exponentials, device_type, static_widths=True)
-    grad_logits, *row_stats = exponentials(logits, targets[chunk], trains)
-    gathered = all_gather_tokens(torch.stack(row_stats)[None], tp_group).view(tp_group.size, 3, -1)
-    losses, share = fused(combine_ranks, device_type)(gathered, row_stats[0])
-    if trains:
-        slopes = fused(local_grad_logits, device_type, static_widths=True)
-        grad_logits = slopes(grad_logits, share, targets[chunk]).to(logits.dtype)
-    return losses, grad_logits
+    def _gather(self, row_stats: Tensor) -> Tensor:
+        return all_gather_tokens(row_stats[None], self.tp_group).view(self.tp_group.size, *row_stats.shape)
 
 
 def make_row_parallel(module: nn.Module, tp_group: TPGroup, columns: slice | None = None) -> None:
@@ -203,8 +202,7 @@ def shard_parameter(module: nn.Module, name: str, dim: int, tp_group: TPGroup) -
 
 def hold_local_weights(block: nn.Module) -> None:
     """Has a block's tensor-parallel linears compute with plain tensors: a compiled block that is recomputed cannot save
-    what makes a DTensor (torch 2.13: its mesh is no Tensor). A hook sets them just before each forward of the block,
-    because gathered parameters exist only from then on."""
+    what makes a DTensor (torch 2.13: its mesh is no Tensor). They exist, gathered, when a forward of it begins."""
     parts = [module for module in block.modules() if isinstance(module, ShardedLinear)]
 
     def before(block: nn.Module, inputs: Any) -> None:
@@ -231,32 +229,44 @@ def place_on_mesh(model: nn.Module, placements: Mapping[str, Placement], mesh: D
     tp. A tied parameter stays one. Sets the process group of every TPGroup."""
     along = mesh[TP]
     replaced: dict[nn.Parameter, nn.Parameter] = {}
-    for name, parameter in list(model.named_parameters()):
-        placement = placements[name]
-        if placement.tp_dim is not None:
-            stride = torch.empty(placement.shape, device="meta").stride()
-            local, dims = parameter.detach(), [Shard(placement.tp_dim)]
-            placed = DTensor.from_local(local, along, dims, run_check=False, shape=placement.shape, stride=stride)
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        placement = placements.get(name)  # None: another name of a tied one
+        if placement and placement.tp_dim is not None:
+            local, dims, shape = parameter.detach(), [Shard(placement.tp_dim)], placement.shape
+            stride = torch.empty(shape, device="meta").stride()
+            placed = DTensor.from_local(local, along, dims, run_check=False, shape=shape, stride=stride)
             replaced[parameter] = nn.Parameter(placed, parameter.requires_grad)
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter in replaced:
-                setattr(module, name, replaced[parameter])
-    for module in model.modules():
-        if isinstance(tp_group := getattr(module, "tp_group", None), TPGroup):
-            tp_group.process_group = along.get_group()
+        if parameter in replaced:
+            put(model, name, replaced[parameter])
+    for tp_group in tp_groups(model):
+        tp_group.process_group = along.get_group()
 
 
-def is_tp_sharded(parameter: nn.Parameter) -> bool:
-    """Returns whether `parameter` is sharded along tp."""
-    return isinstance(parameter, DTensor) and TP in (parameter.device_mesh.mesh_dim_names or ())
+def tp_groups(model: nn.Module) -> dict[TPGroup, None]:
+    """Returns the TPGroups that modules of `model` hold."""
+    held = (getattr(module, "tp_group", None) for module in model.modules())
+    return {group: None for group in held if isinstance(group, TPGroup)}
+
+
+@contextmanager
+def whole_tokens(model: nn.Module) -> Iterator[None]:
+    """Has every tensor-parallel rank of `model` have all tokens around norms too, inside, where there is no gradient: a
+    step of one token a row has fewer tokens than ranks."""
+    for group in tp_groups(model):
+        group.has_all_tokens = True
+    try:
+        yield
+    finally:
+        for group in tp_groups(model):
+            group.has_all_tokens = False
 
 
 @torch.no_grad()
 def sum_replicated_gradients(model: nn.Module, mesh: DeviceMesh, numel: int) -> None:
     """Sums the gradients of parameters that are not sharded along tp over the tensor-parallel ranks, in one all-reduce
     of `numel` elements, padding included. Called once a step, after its last backward. Collective."""
-    parts = [local_part(p.grad) for p in model.parameters() if p.grad is not None and not is_tp_sharded(p)]
+    gradients = [(p.grad, p.grad.device_mesh.mesh_dim_names) for p in model.parameters() if isinstance(p.grad, DTensor)]
+    parts = [gradient.to_local() for gradient, axes in gradients if TP not in (axes or ())]
     sizes = [part.numel() for part in parts]
     flat = local_part(next(model.parameters())).new_zeros(numel)
     if parts:  # none where a family's norms have no weights

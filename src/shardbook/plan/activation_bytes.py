@@ -98,7 +98,7 @@ def count_activation_bytes(layout: Layout, config: PreTrainedConfig, recipe: Rec
     stream = int(first.stream.of(*size))
     trains_head = not recipe.lora.r or "lm_head" in recipe.lora.modules_to_save
     every_output = recipe.outputs(config.vocab_size)
-    outputs = layout.head_rows(every_output)
+    outputs = layout.share_of(every_output)
     scored = tokens if outputs > 1 else 2 * rows  # positions that the head sees
     chunk, cast = min(recipe.train.loss_chunk_tokens or scored, scored), itemsize * (itemsize != FP32)
     head, grad_hidden, after = outputs * hidden * trains_head, scored * hidden * itemsize, int(around.after.of(*size))

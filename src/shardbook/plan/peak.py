@@ -97,7 +97,7 @@ def predict_moments(layout: Layout, config: PreTrainedConfig, recipe: Recipe) ->
     work, state = count_activation_bytes(layout, config, recipe), predict_resident(layout, 0, recipe.optim.name)
     micros, pipeline = recipe.train.gradient_accumulation_steps, layout.pipeline
     of_chunks = [
-        _moments(layout, number, chunk.units, work, layout.head_rows(config.vocab_size))
+        _moments(layout, number, chunk.units, work, layout.share_of(config.vocab_size))
         for number, chunk in enumerate(layout.chunks)
     ]
     # more micro-batches bring nothing that these do not: but in gpipe all forwards are before the first backward
@@ -144,18 +144,19 @@ def predict_peak(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Pe
 
 def predict_generation(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> Peak:
     """Returns the bytes while samples are generated: every parameter stays gathered (with hpZ, as in a forward), beside
-    a cache of keys and values. Prompts count as full: with their continuation they have data.max_length tokens.
-    Layers that keep a state in place of keys count as if they had keys: their states are not measured."""
+    keys and values, which a pipeline keeps none of. Prompts count as full: with their continuation they have
+    data.max_length tokens. Layers that keep a state in place of keys count as if they had keys: their states are not
+    measured."""
     state, asked = predict_resident(layout, 0, recipe.optim.name), recipe.generate
     itemsize, length = layout.dtype("params").itemsize, recipe.data.max_length
     rows = ceil_div(asked.count, layout.data_rank(0)[1])
-    tokens, layers = rows * length, config.num_hidden_layers
+    tokens, layers = rows * length, len(layout.blocks(config.num_hidden_layers))
     units = [unit for unit in layout.units if layout.is_replicated or not unit.forward_only]
     numels = [unit.cast_numel(itemsize) if layout.is_replicated else unit.padded_numel(layout.shards) for unit in units]
     gathered = predict_gathered_peak(layout) if layout.switches.secondary else sum(numels) * itemsize
     size = tokens, rows * length**2
     block = forward_bytes(config, recipe, layout.precision.params, size) + rows * length**2
-    keys = heads_of(config)[1] * head_size(config)
+    keys = layout.share_of(heads_of(config)[1]) * head_size(config)
     drawn = rows * config.vocab_size * (itemsize + FP32)  # temperature is the host's work
     return Peak(
         params=int(state.params_bytes),

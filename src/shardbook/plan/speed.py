@@ -72,7 +72,7 @@ def predict_step(
     tokens = recipe.micro_tokens // layout.cp_size
     pairs = recipe.micro_tokens * min(document_tokens, recipe.data.max_length)
     tp_size = layout.tp_size
-    vocab_rows = layout.head_rows(recipe.outputs(config.vocab_size))
+    vocab_rows = layout.share_of(recipe.outputs(config.vocab_size))
     head = vocab_rows * hidden
     checkpointing, numbers = recipe.activation.checkpointing, layout.blocks(config.num_hidden_layers)
     # share of forward's products that backward makes again: of selective none

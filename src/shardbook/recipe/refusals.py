@@ -185,7 +185,6 @@ RULES = (
     Rule(TP, "method=reward|distill", NOT_YET, "leave parallel.tp_size out"),
     Rule(CP, "method!=sft", NOT_YET, "leave parallel.cp_size out"),
     Rule(PP, "method!=sft", NOT_YET, "leave parallel.pp_size out"),
-    Rule(AXES, "generate.steps!=0", NOT_YET, "set generate.steps=0"),
     Rule(CP, "model.attention=eager", f"{APART}it computes all scores of a row at once", "set model.attention=sdpa"),
     Rule(TP, STATE, NOT_YET, "set offload.optimizer=none and offload.params=none"),
     Rule(PP, f"{STATE} offload.activations!=none", NOT_YET, "leave [offload] out"),

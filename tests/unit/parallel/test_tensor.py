@@ -5,7 +5,7 @@ import torch
 from tiny import config, said_by, write_recipe
 from transformers import AutoConfig
 
-from shardbook.model.loss_head import combine_ranks, local_exponentials, local_grad_logits
+from shardbook.model.loss_head import combine_parts, local_exponentials, local_grad_logits
 from shardbook.parallel.library import shard_model
 from shardbook.parallel.mesh import resolve_sizes
 from shardbook.parallel.tensor import TPGroup, check_tp_size, heads_of_rank
@@ -105,8 +105,8 @@ def test_the_loss_of_a_vocabulary_in_parts_is_that_of_the_whole(size, spread):
     begun = [local_exponentials(logits[:, part].clone(), targets - part.start, True) for part in parts]
     told = torch.stack([torch.stack(own) for _, *own in begun])
     for part, (grad_output, *own) in zip(parts, begun, strict=True):
-        losses, share = combine_ranks(told, own[0])
+        losses, share = combine_parts(told, own[0])
         assert torch.allclose(losses, want_losses, rtol=0, atol=near)
-        assert torch.equal(losses, combine_ranks(told, begun[0][1])[0])  # the same on every rank
+        assert torch.equal(losses, combine_parts(told, begun[0][1])[0])  # the same on every rank
         got = local_grad_logits(grad_output, share, targets - part.start)
         assert torch.allclose(got, want_slope[:, part], rtol=near, atol=near / 4)

@@ -6,9 +6,10 @@ the others, since each may all-gather.
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,8 +18,12 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from shardbook.arithmetic import ceil_div
+from shardbook.data.loader import ROUND_TO, Batching, build_micro_batch
 from shardbook.model.attention import cached_attention
+from shardbook.parallel.context import whole_rows
 from shardbook.parallel.sharding import ShardedModel
+from shardbook.parallel.step import run_forward
+from shardbook.parallel.tensor import whole_tokens
 from shardbook.ranks.distributed import Ranks, sum_over_ranks
 from shardbook.ranks.progress import mark_each
 from shardbook.run.log.console import Console
@@ -93,24 +98,64 @@ def decode(
     """Returns at most `most` tokens after each of `prompts`, up to the first of `stops`, included. `choose`: from
     logits [B, vocabulary] and a position the tokens [B], on the host. Collective: ends when all ranks' rows have."""
     model: Any = sharded.model.eval()
-    ids, attended = torch.zeros(2, len(prompts), width, dtype=torch.int64)
-    for row, prompt in enumerate(prompts):  # padded on the left, so that every prompt ends in the last column
-        ids[row, width - len(prompt) :] = torch.tensor(prompt)
-        attended[row, width - len(prompt) :] = 1
-    ids, attended, ends = ids.to(device), attended.to(device), torch.tensor(stops)
-    cache, tokens_drawn = DynamicCache(config=model.config), list[Tensor]()
+    continuation = (Recomputed if sharded.links else Cached)(sharded, prompts, width, device)
+    tokens_drawn, ends = list[Tensor](), torch.tensor(stops)
     is_done = torch.zeros(len(prompts), dtype=torch.bool)
+    inside = (sharded.gathered_once(), whole_rows(model), cached_attention(model.config))
     # eager: compiled blocks would be compiled again for every length
-    with sharded.gathered_once(), cached_attention(model.config), torch.compiler.set_stance("force_eager"):
+    with inside[0], inside[1], inside[2], torch.compiler.set_stance("force_eager"):
         for turn in mark_each(range(most), "token of samples"):
-            places = (attended.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-            tokens_drawn.append(choose(model(ids, places, attended, cache=cache), turn))
+            tokens_drawn.append(continuation.next_tokens(lambda logits, turn=turn: choose(logits, turn)))
             is_done |= torch.isin(tokens_drawn[-1], ends)
             if not sum_over_ranks(not is_done.all())[0]:
                 break
-            ids, attended = tokens_drawn[-1][:, None].to(device), torch.nn.functional.pad(attended, (0, 1), value=1)
     model.train()
     return [cut(row, stops) for row in torch.stack(tokens_drawn, 1).tolist()]
+
+
+class Cached:
+    """Prompts and their continuations, token by token, with a cache of keys and values."""
+
+    def __init__(self, sharded: ShardedModel, prompts: list[list[int]], width: int, device: torch.device):
+        self.model, self.device = sharded.model, device
+        ids, attended = torch.zeros(2, len(prompts), width, dtype=torch.int64)
+        for row, prompt in enumerate(prompts):  # padded on the left, so that every prompt ends in the last column
+            ids[row, width - len(prompt) :] = torch.tensor(prompt)
+            attended[row, width - len(prompt) :] = 1
+        self.ids, self.attended = ids.to(device), attended.to(device)
+        self.cache = DynamicCache(config=self.model.config)  # type: ignore[arg-type]
+
+    def next_tokens(self, choose: Callable[[Tensor], Tensor]) -> Tensor:
+        """Returns the token after each row, [B] on the host, by `choose` of logits [B, vocabulary]. Collective."""
+        places = (self.attended.cumsum(-1) - 1).clamp(min=0)[:, -self.ids.shape[1] :]
+        with whole_tokens(self.model):
+            tokens = choose(self.model(self.ids, places, self.attended, cache=self.cache))
+        self.ids = tokens[:, None].to(self.device)
+        self.attended = torch.nn.functional.pad(self.attended, (0, 1), value=1)
+        return tokens
+
+
+class Recomputed:
+    """Prompts and their continuations where layers lie on several ranks: for each token all rows pass through all of
+    them, as in an evaluation. That is slow, and needs no cache on any rank."""
+
+    def __init__(self, sharded: ShardedModel, prompts: list[list[int]], width: int, device: torch.device):
+        self.sharded, self.rows, self.device = sharded, [list(prompt) for prompt in prompts], device
+        multiple = math.lcm(ROUND_TO[device.type], sharded.layout.data_rank(0).tp_size)
+        self.batching = Batching(None, len(prompts), 0, 1, multiple=multiple)
+
+    def next_tokens(self, choose: Callable[[Tensor], Tensor]) -> Tensor:
+        """Returns the token after each row, [B] on the host, by `choose` of logits [B, vocabulary]. Collective."""
+        documents: Any = [{"input_ids": row, "mask": [True] * len(row)} for row in self.rows]
+        micro = build_micro_batch(documents, [(number,) for number in range(len(self.rows))], self.batching)
+        micro = replace(micro, positions=micro.ends, targets=None)  # type: ignore[arg-type]
+        logits = run_forward(self.sharded, micro, lambda model, batch: model(batch), self.device)
+        links: Any = self.sharded.links
+        tokens = choose(logits) if logits.ndim else torch.zeros(len(self.rows), dtype=torch.int64)
+        tokens = links.from_last_stage(tokens.to(self.device)).cpu()
+        for row, token in zip(self.rows, tokens.tolist(), strict=True):
+            row.append(token)
+        return tokens
 
 
 def pick(logits: Tensor, temperature: float, draws: Tensor) -> Tensor:
