@@ -168,6 +168,50 @@ def test_further_layouts(ranks, recipe, tiny, tmp_path):
         assert_tokens(recipe, said, [name for name in runs if name.endswith(kind)], tiny / kind)
 
 
+AXES = {  # ranks, words
+    "tp": (2, ("parallel.tp_size=2",)),
+    "cp": (2, ("parallel.cp_size=2",)),
+    "pp": (2, ("parallel.pp_size=2",)),
+    "tp3": (3, ("parallel.tp_size=3", "data.max_length=192")),  # four heads, and 259 tokens, on three ranks
+    "tp x pp": (4, ("parallel.tp_size=2", "parallel.pp_size=2", "activation.checkpointing=full")),
+    "cp x tp": (4, ("parallel.tp_size=2", "parallel.cp_size=2", "parallel.stage=zero1")),
+    "cp x pp": (4, ("parallel.pp_size=2", "parallel.cp_size=2", "parallel.stage=ddp")),
+    "dp x pp": (4, ("parallel.pp_size=2", "data.packing=false")),
+}
+
+
+def test_ranks_that_share_a_model_continue_as_one(recipe, tiny):
+    """Matrices, heads or layers on two ranks."""
+    runs = {name: (*GENERATES, f"model.path={tiny / 'untied'}", *words) for name, (n, words) in AXES.items() if n == 2}
+    said = run_world(2, run_all, recipe, runs)
+    assert_tokens(recipe, said, runs, tiny / "untied")
+    assert all(said[1][name]["tokens"] == said[0][name]["tokens"] for name in runs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_more_ranks_that_share_a_model_continue_as_one(ranks, recipe, tiny):
+    """Two axes at once, heads that do not divide, and a tied weight."""
+    runs = {name: (*GENERATES, *words) for name, (n, words) in AXES.items() if n == ranks}
+    said = run_world(ranks, run_all, recipe, runs)
+    assert_tokens(recipe, said, runs, tiny / "model")
+
+
+def drawn_by_each_stage(recipe, runs):
+    """Planted bug: a rank before the last stage goes on with tokens of its own."""
+    from shardbook.parallel.pipeline import PipelineLinks
+
+    PipelineLinks.from_last_stage = lambda links, tokens: tokens
+    return run_all(recipe, runs)
+
+
+def test_tokens_of_the_first_stage_turn_it_red(recipe, tiny):
+    runs = {"pp-planted": (*GENERATES, "parallel.pp_size=2")}
+    said = run_world(2, drawn_by_each_stage, recipe, runs)
+    with pytest.raises(AssertionError, match="pp-planted"):
+        assert_tokens(recipe, said, runs, tiny / "model")
+
+
 TRAINS = {
     "zero3": (ZERO3, "train.gradient_accumulation_steps=2", "lora.r=4", "lora.lora_dropout=0.2"),
     "ddp": ("parallel.stage=ddp", "precision.params=bf16"),

@@ -24,7 +24,6 @@ BESIDE = {  # what a recipe may not have beside cp_size = 2, and what the error 
     "hpZ": (["parallel.stage=hsdp", "parallel.secondary_shard=2"], ["a switch of ZeRO++", "leave parallel.quantize"]),
     "reward": (["method=reward"], ["method = 'reward'", "leave parallel.cp_size out"]),
     "distill": (["method=distill", "distill.teacher=somewhere"], ["method = 'distill'", "leave parallel.cp_size out"]),
-    "generate": (["generate.steps=2"], ["generate.steps = 2", "set generate.steps=0"]),
     "eager": (["model.attention=eager"], ["model.attention = 'eager'", "set model.attention=sdpa"]),
     "length": (["data.max_length=127"], ["data.max_length = 127", "must be a multiple of 2"]),
     "both": (["parallel.tp_size=3"], ["parallel.tp_size = 3 and parallel.cp_size = 2", "must be a multiple of 6"]),

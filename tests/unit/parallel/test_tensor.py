@@ -19,7 +19,6 @@ BESIDE = {  # what a recipe may not have beside tp_size = 2, and what the error 
     "offload": (["offload.optimizer=cpu"], ["offload.optimizer = 'cpu'", "set offload.optimizer=none"]),
     "reward": (["method=reward"], ["method = 'reward'", "leave parallel.tp_size out"]),
     "distill": (["method=distill", "distill.teacher=somewhere"], ["method = 'distill'", "leave parallel.tp_size out"]),
-    "generate": (["generate.steps=2"], ["generate.steps = 2", "set generate.steps=0"]),
     "muon": (["optim.name=muon"], ["optim.name = 'muon'", "set optim.name=adamw"]),
     "adamw_bf16": (["optim.name=adamw_bf16"], ["optim.name = 'adamw_bf16'", "set optim.name=adamw"]),
     "adamw_8bit": (["optim.name=adamw_8bit"], ["optim.name = 'adamw_8bit'", "set optim.name=adamw"]),
