@@ -173,10 +173,10 @@ AXES = {  # ranks, words
     "cp": (2, ("parallel.cp_size=2",)),
     "pp": (2, ("parallel.pp_size=2",)),
     "tp3": (3, ("parallel.tp_size=3", "data.max_length=192")),  # four heads, and 259 tokens, on three ranks
-    "tp x pp": (4, ("parallel.tp_size=2", "parallel.pp_size=2", "activation.checkpointing=full")),
-    "cp x tp": (4, ("parallel.tp_size=2", "parallel.cp_size=2", "parallel.stage=zero1")),
-    "cp x pp": (4, ("parallel.pp_size=2", "parallel.cp_size=2", "parallel.stage=ddp")),
-    "dp x pp": (4, ("parallel.pp_size=2", "data.packing=false")),
+    "tp-pp": (4, ("parallel.tp_size=2", "parallel.pp_size=2", "activation.checkpointing=full")),
+    "cp-tp": (4, ("parallel.tp_size=2", "parallel.cp_size=2", "parallel.stage=zero1")),
+    "cp-pp": (4, ("parallel.pp_size=2", "parallel.cp_size=2", "parallel.stage=ddp")),
+    "dp-pp": (4, ("parallel.pp_size=2", "data.packing=false")),
 }
 
 
