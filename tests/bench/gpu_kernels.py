@@ -14,7 +14,7 @@ from quantisation import against_a_copy, beside_a_copy, four_bits
 
 from shardbook.comm.compile_on_cuda import fused
 from shardbook.comm.quantize import dequantize, quantize
-from shardbook.model.loss_head import chunk_cross_entropy
+from shardbook.model.cross_entropy import chunk_cross_entropy
 from shardbook.optim import adamw_bf16, elementwise
 from shardbook.optim.elementwise import update_lion
 

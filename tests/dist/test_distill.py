@@ -278,7 +278,8 @@ def test_a_planted_bug_turns_it_red(name, recipe, tiny, teachers, wanted_of, tmp
 @pytest.mark.parametrize("kernel", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("own", "theirs"), [(101, 101), (101, 90), (90, 101)])
 def test_the_head_is_autograd_of_whole_logits(own, theirs, kernel):
-    from shardbook.model.loss_head import LossHead, TeacherOutput
+    from shardbook.model.distillation import TeacherOutput
+    from shardbook.model.loss_head import LossHead
 
     torch.manual_seed(0)
     tokens, ratio, temperature = 37, 0.3, 1.7

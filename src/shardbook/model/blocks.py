@@ -61,6 +61,7 @@ def keep_blocks(model: Any, numbers: Sequence[int], has_embedding: bool, has_hea
     if not has_head:
         put(base, names.norm, nn.Identity())
         setattr(model, names.head, None)
+        model.teacher = None  # the loss is where the head is
 
 
 def copy_view(model: Any) -> Any:

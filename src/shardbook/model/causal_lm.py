@@ -19,10 +19,11 @@ from transformers import Cache, PreTrainedConfig
 from shardbook.model.attention import KERNELS, Kernel, use_attention
 from shardbook.model.batch import Batch
 from shardbook.model.blocks import Absent, at
+from shardbook.model.distillation import TeacherOutput
 from shardbook.model.dtypes import DTYPES
 from shardbook.model.file_names import FileNames
 from shardbook.model.hf_model import find_logit_transform, split_model
-from shardbook.model.loss_head import LossHead, ScoreHead, TeacherOutput
+from shardbook.model.loss_head import LossHead, ScoreHead
 from shardbook.model.masks import documents_of
 from shardbook.recipe import Distill
 
@@ -39,7 +40,8 @@ class CausalLM(nn.Module):
 
     scores = False  # its head is a ScoreHead, not a LossHead
     is_adapted = False  # adapters.py, teacher.py: checkpoints hold only trained parameters
-    identity = ""  # adapters.weights_identity of the frozen weights, or of a teacher's; set when they are loaded
+    # adapters.weights_identity of the frozen weights, and of a teacher's; set when they are loaded
+    identity = teacher_identity = ""
 
     teacher: "CausalLM | None"  # teacher.py
 
@@ -97,7 +99,7 @@ class CausalLM(nn.Module):
     @property
     def frozen_identities(self) -> dict[str, str]:
         """The identities of frozen weights that are in no checkpoint, by what they are to it; those that there are."""
-        identities = {"base": self.identity, "teacher": self.teacher.identity if self.teacher else ""}
+        identities = {"base": self.identity, "teacher": self.teacher_identity}
         return {what: identity for what, identity in identities.items() if identity}
 
     @property
@@ -148,10 +150,9 @@ class CausalLM(nn.Module):
             return self.head(head_input, batch.targets, summed) if self.has_head else head_input
         assert self.teacher is not None, "nobody teaches"
         with torch.no_grad():
-            teacher_hidden, weight, bias = self.teacher.head(self.teacher.hidden_states(batch))
-        asked = distill.temperature, distill.kd_ratio
-        teacher = TeacherOutput(teacher_hidden, weight, *asked, bias, self.teacher.head.logit_transform)
-        return self.head(self.hidden_states(batch), batch.targets, teacher=teacher)
+            teacher_hidden = self.teacher.head(self.teacher.hidden_states(batch))
+        teacher = TeacherOutput(teacher_hidden, self.teacher.head.logits, distill.temperature, distill.kd_ratio)
+        return self.head(self.hidden_states(batch, hidden), batch.targets, teacher=teacher)
 
     def hidden_states(self, batch: Batch, hidden: Tensor | None = None) -> Tensor:
         """Returns the head's input at the batch's positions, [n, hidden]; without a head the output of the last block.

@@ -3,30 +3,17 @@ arithmetic of a cross-entropy over a vocabulary in parts."""
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from shardbook.comm.compile_on_cuda import fused
+from shardbook.model.cross_entropy import ChunkLoss, LogitTransform, chunk_cross_entropy
+from shardbook.model.distillation import TeacherOutput, chunk_distillation_loss, total_with_teacher
 
 PRODUCT_ROWS = 32_768  # rows of the head's gradient that one product makes
-# (a chunk's logits, the rows that it has, whether gradients are wanted) -> (losses, gradient of the logits)
-ChunkLoss = Callable[[Tensor, slice, bool], tuple[Tensor, Tensor]]
-LogitTransform = Callable[[Tensor], Tensor]  # what a family's forward does with its head's logits [n, vocabulary]
-
-
-class TeacherOutput(NamedTuple):
-    """A teacher's hidden states at n trained positions and its head, to make its logits; and its part in the loss."""
-
-    hidden: Tensor  # [n, teacher's hidden size]
-    weight: Tensor  # [teacher's vocabulary, teacher's hidden size]
-    temperature: float
-    ratio: float  # share of the teacher in the loss (kd_ratio)
-    bias: Tensor | None = None
-    logit_transform: "LogitTransform | None" = None  # of its head's logits
 
 
 class LossHead(nn.Linear):
@@ -54,15 +41,15 @@ class LossHead(nn.Linear):
         total: Callable[[Tensor], Tensor] | None = torch.sum if summed else None
         if teacher:
             divergences = torch.zeros(len(targets), device=hidden.device)
-            chunk_loss = partial(chunk_distillation_loss, teacher, targets, divergences)
+            chunk_loss = self.distillation_of(teacher, targets, divergences)
             total = partial(total_with_teacher, teacher, divergences)
         if self.logit_transform:
             chunk_loss = partial(transformed_chunk_loss, self.logit_transform, chunk_loss)
         return _ChunkedLoss.apply(hidden, weight, self.bias, rows, chunk_loss, total, torch.is_grad_enabled())
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Returns the logits [n, vocabulary] of hidden [n, hidden]."""
-        logits = F.linear(hidden, self.local_weight, self.bias)
+    def logits(self, hidden: Tensor, count: int | None = None) -> Tensor:
+        """Returns the logits [n, vocabulary] of hidden [n, hidden]; `count`: those of the first so many tokens."""
+        logits = F.linear(hidden, self.local_weight[:count], None if self.bias is None else self.bias[:count])
         return self.logit_transform(logits) if self.logit_transform else logits
 
     @property
@@ -72,6 +59,10 @@ class LossHead(nn.Linear):
 
     def chunk_loss_of(self, targets: Tensor) -> ChunkLoss:
         return partial(chunk_cross_entropy, targets)
+
+    def distillation_of(self, teacher: TeacherOutput, targets: Tensor, divergences: Tensor) -> ChunkLoss:
+        """Returns the loss of a chunk of `targets` beside a `teacher`, which writes their `divergences`."""
+        return partial(chunk_distillation_loss, teacher, targets, divergences)
 
 
 class ScoreHead(nn.Linear):
@@ -197,64 +188,6 @@ def adds_casted(device: torch.device, dtype: torch.dtype) -> bool:
     return True
 
 
-def subtract_one(grad_logits: Tensor, where: Tensor) -> Tensor:
-    """Returns `grad_logits` [n, V] less one at `where` [n, 1]. It works in place or, compiled, inside the fused kernel
-    around it, which a scatter would end, with its result written in fp32. Both give the same bits."""
-    if torch.compiler.is_compiling():
-        return torch.where(
-            torch.arange(grad_logits.shape[1], device=grad_logits.device) == where, grad_logits - 1, grad_logits
-        )
-    return grad_logits.scatter_add_(1, where, torch.full_like(where, -1, dtype=grad_logits.dtype))
-
-
-def cross_entropy(logits: Tensor, targets: Tensor, trains: bool) -> tuple[Tensor, Tensor]:
-    """Returns the losses of logits [n, V], fp32 [n], and the gradient of the losses' sum [n, V] in the logits' dtype
-    (not `trains`: the logits). It makes one fp32 tensor of their size, or none: fp32 logits are overwritten."""
-    grad_logits, where = logits.float(), targets[:, None]
-    grad_logits -= grad_logits.amax(-1, keepdim=True)
-    picked = grad_logits.gather(1, where)
-    sums = grad_logits.exp_().sum(-1, keepdim=True)
-    losses = (sums.log() - picked)[:, 0]
-    if not trains:
-        return losses, logits  # not `grad_logits`: a compiled function would write it to memory
-    grad_logits /= sums
-    return losses, subtract_one(grad_logits, where).to(logits.dtype)
-
-
-def distillation_loss(
-    logits: Tensor, teacher_logits: Tensor, targets: Tensor, temperature: float, ratio: float, trains: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns, for logits [n, V] and teacher logits [n, W], W <= V: the losses and the divergences KL(teacher ||
-    student) over the first W tokens (F.kl_div), both fp32 [n], and, as cross_entropy, the gradient of the weighted sum.
-    At most four fp32 tensors of that size exist at once."""
-    grad_logits, where, both = logits.float(), targets[:, None], teacher_logits.shape[1]
-    ours = grad_logits[:, :both] / temperature
-    ours -= ours.logsumexp(-1, keepdim=True)
-    teacher = teacher_logits.float()
-    teacher /= temperature
-    teacher -= teacher.logsumexp(-1, keepdim=True)
-    probabilities = teacher.exp()
-    teacher -= ours
-    teacher *= probabilities
-    divergences = teacher.sum(-1)
-    del teacher
-    grad_logits -= grad_logits.logsumexp(-1, keepdim=True)
-    losses = -grad_logits.gather(1, where)[:, 0]
-    if not trains:
-        return losses, divergences, logits
-    grad_logits = subtract_one(grad_logits.exp_(), where)
-    grad_logits *= 1 - ratio
-    ours.exp_()
-    ours -= probabilities
-    ours *= ratio * temperature  # T^2 of the loss, times the 1 / T of the logits' scaling
-    grad_logits[:, :both] += ours
-    return losses, divergences, grad_logits.to(logits.dtype)
-
-
-def chunk_cross_entropy(targets: Tensor, logits: Tensor, chunk: slice, trains: bool) -> tuple[Tensor, Tensor]:
-    return fused(cross_entropy, logits.device.type, static_widths=True)(logits, targets[chunk], trains)
-
-
 def transformed_chunk_loss(
     logit_transform: LogitTransform, chunk_loss: ChunkLoss, logits: Tensor, chunk: slice, trains: bool
 ) -> tuple[Tensor, Tensor]:
@@ -266,75 +199,3 @@ def transformed_chunk_loss(
     if trains:
         (grad_logits,) = torch.autograd.grad(transformed, logits, grad_logits)
     return losses, grad_logits
-
-
-def chunk_distillation_loss(
-    teacher: TeacherOutput, targets: Tensor, divergences: Tensor, logits: Tensor, chunk: slice, trains: bool
-) -> tuple[Tensor, Tensor]:
-    """Returns `chunk_cross_entropy` of the rows `chunk` beside a teacher, and writes their `divergences`. The logits of
-    both models exist for these rows only. Where one vocabulary is padded further than the other, the divergence is over
-    the tokens that both have."""
-    both = slice(logits.shape[1])
-    teacher_logits = F.linear(
-        teacher.hidden[chunk], teacher.weight[both], None if teacher.bias is None else teacher.bias[both]
-    )
-    if teacher.logit_transform:
-        teacher_logits = teacher.logit_transform(teacher_logits)
-    loss = fused(distillation_loss, logits.device.type, static_widths=True)
-    losses, divergences[chunk], grad_logits = loss(
-        logits, teacher_logits, targets[chunk], teacher.temperature, teacher.ratio, trains
-    )
-    return losses, grad_logits
-
-
-def total_with_teacher(teacher: TeacherOutput, divergences: Tensor, losses: Tensor) -> Tensor:
-    """Returns [3]: the loss (1 - ratio) * NLL + ratio * T^2 * KL(teacher || student), both distributions at temperature
-    T (Hinton et al., arXiv 1503.02531, section 2); the NLL; and the KL."""
-    ratio, likelihood, divergence = teacher.ratio, losses.sum(), divergences.sum()
-    return torch.stack([(1 - ratio) * likelihood + ratio * teacher.temperature**2 * divergence, likelihood, divergence])
-
-
-def cross_entropy_of_part(
-    gather: Callable[[Tensor], Tensor], targets: Tensor, logits: Tensor, chunk: slice, trains: bool
-) -> tuple[Tensor, Tensor]:
-    """Returns `chunk_cross_entropy` of the rows `chunk` where the vocabulary is in parts, each with its logits [n, V],
-    and `targets` count from the first of these. `gather` returns three numbers a row of all parts, [parts, 3, n], of
-    those of this one, [3, n] (Megatron-LM, arXiv 1909.08053, section 3, has two all-reduces). The losses are the same
-    of every part, the gradient is that of its own logits."""
-    device_type = logits.device.type
-    exponentials = fused(local_exponentials, device_type, static_widths=True)
-    grad_logits, *row_stats = exponentials(logits, targets[chunk], trains)
-    losses, share = fused(combine_parts, device_type)(gather(torch.stack(row_stats)), row_stats[0])
-    if trains:
-        slopes = fused(local_grad_logits, device_type, static_widths=True)
-        grad_logits = slopes(grad_logits, share, targets[chunk]).to(logits.dtype)
-    return losses, grad_logits
-
-
-def local_exponentials(logits: Tensor, targets: Tensor, trains: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns exp(logits - their largest) [n, V] (not `trains`: the logits); and, each fp32 [n], the largest logit, the
-    sum of the exponentials, and the target's logit, or 0 where another part has it."""
-    grad_logits = logits.float()
-    outside, where = (targets < 0) | (targets >= grad_logits.shape[1]), targets.clamp(0, grad_logits.shape[1] - 1)
-    largest = grad_logits.amax(-1, keepdim=True)
-    picked = grad_logits.gather(1, where[:, None])[:, 0].masked_fill(outside, 0.0)
-    grad_logits = (grad_logits - largest).exp_() if grad_logits is logits else grad_logits.sub_(largest).exp_()
-    return grad_logits if trains else logits, largest[:, 0], grad_logits.sum(-1), picked
-
-
-def combine_parts(gathered: Tensor, local_largest: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the losses, and the factor that makes probabilities of this part's exponentials; [n] both. `gathered`
-    [parts, 3, n]: the three numbers of each part; `local_largest` [n]: this part's largest logits."""
-    largest, sums, picked = gathered.unbind(1)
-    peak = largest.amax(0)
-    total = (sums * (largest - peak).exp()).sum(0)
-    return peak + total.log() - picked.sum(0), (local_largest - peak).exp() / total
-
-
-def local_grad_logits(grad_logits: Tensor, share: Tensor, targets: Tensor) -> Tensor:
-    grad_logits *= share[:, None]
-    if torch.compiler.is_compiling():
-        return subtract_one(grad_logits, targets[:, None])  # a target of another part matches no column
-    inside = (targets >= 0) & (targets < grad_logits.shape[1])
-    where = targets.clamp(0, grad_logits.shape[1] - 1)[:, None]
-    return grad_logits.scatter_add_(1, where, -inside.to(grad_logits.dtype)[:, None])

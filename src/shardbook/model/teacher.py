@@ -9,23 +9,20 @@ from typing import Any
 from torch import Tensor
 
 from shardbook.model.causal_lm import CausalLM
-from shardbook.model.loss_head import LossHead
 from shardbook.model.marks import FORWARD_ONLY, GATHERED, RESHARDED
 
 
-class TeacherHead(LossHead):
-    """A head that returns the hidden states, its weight and its bias, from which the loss computes teacher logits in
-    chunks. It is called although it computes nothing: the hooks of its unit wait for each module in it."""
-
-    def forward(self, hidden: Tensor, *_: Any) -> Any:
-        return hidden, self.weight, self.bias
+def pass_on(hidden: Tensor, *_: Any) -> Tensor:
+    """Returns the hidden states, from which the loss computes a teacher's logits in chunks. The head is called although
+    it computes nothing: the hooks of its unit wait for each module in it."""
+    return hidden
 
 
 def attach_teacher(model: CausalLM, teacher: CausalLM) -> None:
     """Puts `teacher` into `model`, frozen. Its head's unit stays gathered until the backward of a micro-batch is over:
     the model's own head reads its weight."""
     teacher.requires_grad_(False)
-    teacher.head.__class__ = TeacherHead
+    teacher.head.forward = pass_on
     for part in teacher.parts:
         for module in part:
             setattr(module, FORWARD_ONLY, GATHERED if teacher.head in part else RESHARDED)

@@ -150,8 +150,10 @@ def build_local(
     placements, flops = place_whole(model), count_flops(model)
     if model.teacher:
         flops = replace(flops, beside=count_flops(model.teacher))
-    apply_tensor_parallel(model, recipe.parallel.tp_size, rank)
+    for part in (model, model.teacher):
+        if part is not None:
+            apply_tensor_parallel(part, recipe.parallel.tp_size, rank)
+            apply_context_parallel(part, recipe.parallel, rank)
     placements = note_shards(placements, model)
-    apply_context_parallel(model, recipe.parallel, rank)
     pipeline, chunks = apply_pipeline_parallel(model, recipe.parallel, rank, world_size)
     return LocalModel(model, pipeline, chunks, placements, flops)

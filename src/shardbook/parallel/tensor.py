@@ -27,7 +27,9 @@ from shardbook.comm.collectives import AllGatherTokens, ReduceScatterTokens, all
 from shardbook.local_tensors import local_part
 from shardbook.model.blocks import put
 from shardbook.model.causal_lm import CausalLM
-from shardbook.model.loss_head import ChunkLoss, LossHead, cross_entropy_of_part
+from shardbook.model.cross_entropy import ChunkLoss, cross_entropy_of_part
+from shardbook.model.distillation import TeacherOutput, distillation_of_part
+from shardbook.model.loss_head import LossHead
 from shardbook.parallel.units import Placement
 from shardbook.recipe import RecipeError
 
@@ -136,7 +138,8 @@ class ShardedEmbedding(nn.Embedding):
 
 
 class VocabParallelHead(LossHead):
-    """A vocabulary-parallel loss head: a rank has the logits of its share of the vocabulary."""
+    """A vocabulary-parallel loss head: a rank has the logits of its share of the vocabulary, and gathers few numbers a
+    row."""
 
     tp_group: TPGroup
     first: int  # the first token id of its rows
@@ -145,16 +148,18 @@ class VocabParallelHead(LossHead):
     def local_weight(self) -> Tensor:
         return local_part(self.weight)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Returns all logits on every rank. Collective."""
+    def logits(self, hidden: Tensor, count: int | None = None) -> Tensor:
+        """Returns the logits of all ranks, on every rank. Collective."""
         part = super().logits(hidden)
         share = ceil_div(self.out_features, self.tp_group.size)  # the last rank may have fewer
         rows = F.pad(part, (0, share - part.shape[1])).t()
-        return all_gather_tokens(rows[None], self.tp_group)[0, : self.out_features].t()
+        return all_gather_tokens(rows[None], self.tp_group)[0, : self.out_features].t()[:, :count]
+
+    def distillation_of(self, teacher: TeacherOutput, targets: Tensor, divergences: Tensor) -> ChunkLoss:
+        given = self._gather, self.first, self.out_features, teacher, targets - self.first, divergences
+        return partial(distillation_of_part, *given)
 
     def chunk_loss_of(self, targets: Tensor) -> ChunkLoss:
-        """Returns the loss of a chunk of `targets`: its logits stay on their ranks, which gather three numbers a row.
-        Collective."""
         return partial(cross_entropy_of_part, self._gather, targets - self.first)
 
     def _gather(self, row_stats: Tensor) -> Tensor:

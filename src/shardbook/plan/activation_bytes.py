@@ -102,7 +102,7 @@ def count_activation_bytes(layout: Layout, config: PreTrainedConfig, recipe: Rec
     scored = tokens if outputs > 1 else 2 * rows  # positions that the head sees
     chunk, cast = min(recipe.train.loss_chunk_tokens or scored, scored), itemsize * (itemsize != FP32)
     head, grad_hidden, after = outputs * hidden * trains_head, scored * hidden * itemsize, int(around.after.of(*size))
-    loss = loss_bytes(scored, chunk, outputs, hidden, itemsize, trains_head, layout.teacher, outputs < every_output)
+    loss = loss_bytes(scored, chunk, outputs, hidden, itemsize, trains_head, layout.teacher, every_output)
     forward, backward = sum(loss), grad_hidden + head * (FP32 + cast)
     if recipe.recomputes_logits:  # gradients are made in backward
         forward, backward = grad_hidden + chunk * outputs * (FP32 + cast), max(forward, backward)
@@ -140,7 +140,7 @@ def loss_bytes(
     itemsize: int,
     is_trained: bool = True,
     teacher: PreTrainedConfig | None = None,
-    is_part: bool = False,
+    full_vocabulary: int = 0,
 ) -> tuple[int, int]:
     """Returns the bytes that the loss needs for a chunk, and those for its gradients, all `tokens` trained, and the
     head too where it `is_trained`.
@@ -149,10 +149,11 @@ def loss_bytes(
     in the compute dtype (all one tensor, where that is fp32); or the last of these and the product that is added to the
     head's gradient, which is in fp32. Hidden states of trained positions count with their gradient. The logits of a
     `teacher` are beside, with three more tensors of their size in fp32 (one is the logits, where all is fp32).
-    `is_part`: other ranks have the rest of the vocabulary; its softmax does not overwrite logits.
+    `full_vocabulary`: with what other ranks have of it (0: none); the softmax of a part does not overwrite logits.
     """
-    is_cast = itemsize != FP32
-    teacher_vocabulary, width = (min(teacher.vocab_size, vocabulary), teacher.hidden_size) if teacher else (0, 0)
+    is_cast, is_part = itemsize != FP32, vocabulary < full_vocabulary
+    most = max(vocabulary, full_vocabulary)
+    teacher_vocabulary, width = (min(teacher.vocab_size, most), teacher.hidden_size) if teacher else (0, 0)
     logits = chunk * vocabulary * (FP32 + (1 if teacher_vocabulary else 2) * itemsize * is_cast)
     logits += chunk * vocabulary * FP32 * (is_part and not is_cast)
     logits += chunk * teacher_vocabulary * (3 * FP32 + itemsize * is_cast)

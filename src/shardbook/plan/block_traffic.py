@@ -4,6 +4,7 @@ Invariant: as events.py, whose list of a step has them between the all-gathers a
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -17,7 +18,9 @@ from shardbook.parallel.schedule import bubble, in_flight
 from shardbook.plan.events import BlockTraffic, Collectives
 from shardbook.recipe import Recipe
 
-LOSS_PART_BYTES = 3 * 4  # of each trained token, by each rank: three fp32 numbers of its part of the logits
+FP32 = 4
+LOSS_PART_BYTES = 3 * FP32  # of each trained token, by each rank: three numbers of its part of the logits
+DISTILLED = (5 * FP32, FP32)  # the same beside a teacher: five numbers, and then one
 
 Micros = Callable[[], Sequence[MicroBatch]]
 
@@ -52,7 +55,15 @@ def _inside(
     gather, scatter = ((op, TP, of_tokens) for op in ("all_gather", "reduce_scatter")) if tp_size > 1 else ((), ())
     to_heads, to_seq, grad_to_heads, grad_to_seq = _exchanges(layout, config, rank, tokens * itemsize)
     sizes = [min(chunk, trained - first) for first in range(0, trained, chunk)] if tp_size > 1 else []
-    loss_gathers = [("all_gather", TP, size * tp_size * LOSS_PART_BYTES) for size in sizes]
+    row_bytes: tuple[int, ...] = (LOSS_PART_BYTES,)
+    beside: Collectives = ()
+    if teacher := layout.teacher:
+        row_bytes = (layout.share_of(teacher.vocab_size) * itemsize, *DISTILLED)  # its logits, gathered, before
+        alone = replace(layout, teacher=None)
+        forward_only = _inside(alone, teacher, recipe, rank, tokens, 0)
+        of_blocks = forward_only.forward * teacher.num_hidden_layers
+        beside = (*forward_only.embedding[0], *of_blocks, *forward_only.loss[0])
+    loss_gathers = [("all_gather", TP, size * tp_size * each) for size in sizes for each in row_bytes]
 
     def sends(*each: Any) -> Collectives:
         return tuple(send for send in each if send)
@@ -68,6 +79,7 @@ def _inside(
         ),
         embedding=(sends(scatter), sends(gather)),
         loss=(sends(gather, *loss_gathers), sends(*loss_gathers * recipe.recomputes_logits, scatter)),
+        beside=beside,
         stream_bytes=of_tokens // tp_size,
     )
 

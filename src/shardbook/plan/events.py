@@ -58,6 +58,7 @@ class BlockTraffic:
     recompute: Collectives = ()  # of the backward of a block that is recomputed
     embedding: tuple[Collectives, Collectives] = ((), ())  # of its forward, and backward
     loss: tuple[Collectives, Collectives] = ((), ())  # with the last norm before it
+    beside: Collectives = ()  # of the forward of a frozen model beside this one, where the loss is
     stream_bytes: int = 0  # of the activations that go to the next pipeline stage, and of their gradient
 
 
@@ -178,6 +179,8 @@ class _Chunk:
             if unit.reshard_after_forward and not replicated:
                 yield from self._free(unit, now)
 
+        if self.is_last and inside.beside:
+            yield Event("exchange", None, inside.beside)
         for unit, ahead in order:
             if unit is self.first_block and self.is_first:
                 yield Event("exchange", None, inside.embedding[0])

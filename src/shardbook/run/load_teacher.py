@@ -10,6 +10,7 @@ from shardbook.model.adapters import digest_weights
 from shardbook.model.hub import model_folder
 from shardbook.model.weights import load_weights
 from shardbook.parallel.sharding import ShardedModel
+from shardbook.ranks.distributed import gather_results
 from shardbook.recipe import Recipe, RecipeError
 
 KEY = "distill.teacher"
@@ -41,10 +42,11 @@ def digest_tokens(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def fill_teacher(sharded: ShardedModel, recipe: Recipe) -> None:
-    """Loads the teacher's weights and notes their digest, where the model has a teacher. Collective."""
-    teacher: Any = getattr(sharded.model, "teacher", None)
-    if teacher is not None:
+    """Loads the teacher's weights, where this rank has them, and notes their digest, where the recipe names one.
+    Raises RecipeError, on every rank, where one of them cannot. Collective."""
+    model: Any = sharded.model
+    if recipe.distill.teacher:
         # ranks of a node ask at once: the hub's files have locks, and one of them downloads
         folder = model_folder(recipe.distill.model, KEY)
-        load_weights(teacher, folder)
-        teacher.identity = digest_weights(folder)
+        gather_results(lambda: load_weights(model.teacher, folder) if model.teacher else None, (RecipeError,))
+        model.teacher_identity = digest_weights(folder)

@@ -5,7 +5,7 @@ import torch
 from tiny import config, said_by, write_recipe
 from transformers import AutoConfig
 
-from shardbook.model.loss_head import combine_parts, local_exponentials, local_grad_logits
+from shardbook.model.cross_entropy import combine_parts, local_exponentials, local_grad_logits
 from shardbook.parallel.library import shard_model
 from shardbook.parallel.mesh import resolve_sizes
 from shardbook.parallel.tensor import TPGroup, check_tp_size, heads_of_rank
