@@ -3,6 +3,7 @@
 import itertools
 import json
 import shutil
+from dataclasses import replace as replaced
 from functools import cache
 
 import pytest
@@ -12,7 +13,10 @@ from cases import (
     DECAY,
     MAX_NORM,
     RATE,
+    STEPS,
+    TOLERANCE,
     Case,
+    assert_events,
     assert_exact_bytes,
     assert_parity,
     assert_replicas_agree,
@@ -55,16 +59,20 @@ def words_of(teacher) -> tuple[str, ...]:
 @pytest.fixture(scope="module")
 def wanted_of(recipe, tiny, teachers):
     @cache
-    def train(rows: int, clips: bool, tied: bool) -> reference.Result:
+    def train(rows: int, clips: bool, tied: bool, more: tuple[str, ...] = (), count: int = STEPS) -> reference.Result:
         load = reference.AutoModelForCausalLM.from_pretrained
         folders = tiny / ("model" if tied else "untied"), teachers / ("untied" if tied else "tied")
         models = [load(folder, dtype=torch.float64, attn_implementation="eager") for folder in folders]
-        steps = documents_of_steps(recipe, tiny, rows)
+        steps = documents_of_steps(recipe, tiny, rows, more, count)
         return reference.train_taught(
             *models, steps, TEMPERATURE, RATIO, RATE, DECAY, max_norm=MAX_NORM if clips else 0.0
         )
 
-    return lambda case: train(case.world * case.micros, case.clips, case.tied)
+    def of(case: Case) -> reference.Result:
+        more = tuple(word for word in case.extra if word.startswith("data."))
+        return train(case.rows, case.clips, case.tied, more, case.steps)
+
+    return of
 
 
 def cases(teachers, quick: bool) -> list[Case]:
@@ -125,6 +133,86 @@ def test_every_stage_is_the_plain_process_to_a_millionth(quick, recipe, tiny, te
         assert run_world(world, run_cases, recipe, tiny, those, tmp_path) == [[]] * world
     for case in chosen:
         assert_distilled(case, outcomes_of(case, tmp_path), wanted_of(case), teachers)
+
+
+BESIDE = [
+    Case("zero3", 1, 1, 2, tp=2, steps=5),
+    Case("zero2", 1, 1, 2, tied=False, clips=True, checkpointing="full", tp=2),
+    Case("zero1", 1, 1, 2, clips=True, cp=2, steps=5),
+    Case("ddp", 1, 1, 3, tied=False, checkpointing="selective", cp=2),
+    Case("zero3", 1, 1, 2, clips=True, pp=2, steps=5),
+    Case("zero1", 1, 1, 3, tied=False, checkpointing="full", pp=2),
+]
+BESIDE_TOO = [
+    Case("ddp", 1, 1, 2, clips=True, tp=3, extra=("data.max_length=192",)),  # four heads, and uneven vocabularies
+    Case("zero3", 1, 2, 2, tied=False, tp=2),
+    Case("zero3", 1, 1, 2, clips=True, checkpointing="full", tp=2, cp=2),
+    Case("zero2", 1, 1, 2, tied=False, tp=2, pp=2),
+    Case("zero3", 1, 1, 2, cp=2, pp=2, schedule="gpipe"),
+    Case("hsdp", 2, 1, 3, tied=False, clips=True, pp=2),
+]
+
+
+@pytest.mark.parametrize("beside", [BESIDE, pytest.param(BESIDE_TOO, marks=pytest.mark.slow)], ids=["two", "others"])
+def test_ranks_that_share_a_model_share_its_teacher(beside, recipe, tiny, teachers, wanted_of, tmp_path):
+    """Along tp both have parts of matrices and of the vocabulary, along cp slices of rows; the last stage has all of
+    the teacher."""
+    chosen = [replaced(case, extra=(*words_of(teachers / teacher_of(case)), *case.extra)) for case in beside]
+    for world in {case.world for case in chosen}:
+        those = [case for case in chosen if case.world == world]
+        assert run_world(world, run_cases, recipe, tiny, those, tmp_path) == [[]] * world
+    for case in chosen:
+        outcomes, want = outcomes_of(case, tmp_path), wanted_of(case)
+        axes = sum(size > 1 for size in (case.tp, case.cp, case.pp))
+        worst = assert_parity(outcomes[0].result, want, TOLERANCE if axes == 1 else 4 * TOLERANCE)
+        assert_replicas_agree(outcomes)
+        assert_exact_bytes(outcomes)
+        assert_events(outcomes)
+        for name, tensor in teacher_tensors(teachers / teacher_of(case)).items() if case.pp == 1 else ():
+            assert torch.equal(outcomes[0].result.weights[f"teacher.{name}"], tensor), name
+        print(f"\nworst {worst:.1e}  {case.layout}")
+
+
+def teacher_of_one_rank():
+    """A tensor-parallel rank learns from its own part of a teacher's logits, as if the others had none."""
+    from shardbook.parallel import tensor
+
+    real = tensor.VocabParallelHead.logits
+
+    def logits(head, hidden, count=None):
+        own = torch.zeros_like(real(head, hidden, count))
+        rows = slice(head.first, head.first + len(head.local_weight))
+        own[:, rows] = torch.nn.functional.linear(hidden, head.local_weight)[:, : own[:, rows].shape[1]]
+        return own
+
+    tensor.VocabParallelHead.logits = logits
+
+
+def divergence_of_one_rank():
+    """Each rank has the divergence of its own tokens alone: the loss is off, no gradient is."""
+    from shardbook.model import distillation
+    from shardbook.parallel import tensor
+
+    real = tensor.VocabParallelHead._gather
+
+    def gather(head, stats):
+        return real(head, stats) if len(stats) > 1 else stats[None]
+
+    tensor.VocabParallelHead._gather = gather
+    assert distillation.combine_row_stats
+
+
+def planted(bug, *given):
+    bug()
+    return run_cases(*given)
+
+
+@pytest.mark.parametrize("bug", [teacher_of_one_rank, divergence_of_one_rank])
+def test_a_part_of_the_teacher_turns_it_red(bug, recipe, tiny, teachers, wanted_of, tmp_path):
+    case = replaced(BESIDE[0], steps=2, extra=words_of(teachers / "untied"))
+    run_world(2, planted, bug, recipe, tiny, [case], tmp_path)
+    with pytest.raises(AssertionError, match=r"e-|e\+|losses|gradient|agree"):
+        assert_parity(outcomes_of(case, tmp_path)[0].result, wanted_of(case))
 
 
 SAVING = ("train.steps=6", "train.save_steps=2", "train.eval_steps=2")
