@@ -56,13 +56,10 @@ def _inside(
     to_heads, to_seq, grad_to_heads, grad_to_seq = _exchanges(layout, config, rank, tokens * itemsize)
     sizes = [min(chunk, trained - first) for first in range(0, trained, chunk)] if tp_size > 1 else []
     row_bytes: tuple[int, ...] = (LOSS_PART_BYTES,)
-    beside: Collectives = ()
+    beside: BlockTraffic | None = None
     if teacher := layout.teacher:
         row_bytes = (layout.share_of(teacher.vocab_size) * itemsize, *DISTILLED)  # its logits, gathered, before
-        alone = replace(layout, teacher=None)
-        forward_only = _inside(alone, teacher, recipe, rank, tokens, 0)
-        of_blocks = forward_only.forward * teacher.num_hidden_layers
-        beside = (*forward_only.embedding[0], *of_blocks, *forward_only.loss[0])
+        beside = _inside(replace(layout, teacher=None), teacher, recipe, rank, tokens, 0)
     loss_gathers = [("all_gather", TP, size * tp_size * each) for size in sizes for each in row_bytes]
 
     def sends(*each: Any) -> Collectives:

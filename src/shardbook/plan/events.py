@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
+from torch import nn
+
 from shardbook.arithmetic import ceil_div, round_up
 from shardbook.axes import DP_REPLICATE, DP_SHARD, INSIDE, PP, PP_BACKWARD, PP_ENDS, PP_FORWARD, TP, WORLD, rank_along
 from shardbook.comm.ledger import Traffic, Volume
@@ -58,7 +60,7 @@ class BlockTraffic:
     recompute: Collectives = ()  # of the backward of a block that is recomputed
     embedding: tuple[Collectives, Collectives] = ((), ())  # of its forward, and backward
     loss: tuple[Collectives, Collectives] = ((), ())  # with the last norm before it
-    beside: Collectives = ()  # of the forward of a frozen model beside this one, where the loss is
+    beside: "BlockTraffic | None" = None  # of a frozen model that runs forward beside this one, where the loss is
     stream_bytes: int = 0  # of the activations that go to the next pipeline stage, and of their gradient
 
 
@@ -132,6 +134,8 @@ class _Chunk:
         self.first_block = units[0] if units else None
         self.of_blocks = {*units, *(unit for unit in chunk_layout.units if unit.in_block and not unit.forward_only)}
         self.number_of = dict(zip(units, numbers, strict=False))  # of a unit that is a block, in the whole model
+        frozen = [unit for unit in chunk_layout.units if unit.forward_only and not unit.is_root_like]
+        self.blocks_beside = [unit for unit in frozen if not isinstance(unit.modules[0], nn.Embedding)]
 
     def run(
         self, is_forward: bool, is_last: bool, gathered: frozenset[Unit], inside: BlockTraffic
@@ -164,6 +168,8 @@ class _Chunk:
 
     def _exchanges(self, unit: Unit, inside: BlockTraffic, is_forward: bool) -> Collectives:
         """Returns what `unit` sends inside a pass, where it is a block."""
+        if inside.beside and unit in self.blocks_beside:
+            return inside.beside.forward
         if unit not in self.number_of:
             return ()
         if is_forward:
@@ -179,13 +185,17 @@ class _Chunk:
             if unit.reshard_after_forward and not replicated:
                 yield from self._free(unit, now)
 
-        if self.is_last and inside.beside:
-            yield Event("exchange", None, inside.beside)
+        beside = inside.beside if self.blocks_beside else None
         for unit, ahead in order:
+            if beside and unit is self.blocks_beside[0]:
+                yield Event("exchange", None, beside.embedding[0])
             if unit is self.first_block and self.is_first:
                 yield Event("exchange", None, inside.embedding[0])
             while running and unit.modules[0] not in running[-1].inside and not running[-1].is_root_like:
                 yield from leave(running.pop())
+            if beside and not unit.forward_only and any(each.forward_only for each in running):
+                yield Event("exchange", None, beside.loss[0])
+                beside = None
             # where each rank has all parameters they are cast at once
             yield from self._gather((each for each, _ in order) if replicated else (unit, *ahead), now, True)
             running.append(unit)
