@@ -44,6 +44,7 @@ def found_of(cases: list[Case], *given) -> list[list]:
 
 
 LOW = ("optim.name=adamw_bf16", "precision.master=bf16")
+MUON = ("optim.name=muon", "optim.learning_rate=1e-4")
 ORDERS = {"gpipe": {"schedule": "gpipe"}, "1f1b": {}, "interleaved": {"schedule": "interleaved", "chunks": 2}}
 
 
@@ -54,7 +55,7 @@ ORDERS = {"gpipe": {"schedule": "gpipe"}, "1f1b": {}, "interleaved": {"schedule"
         ("zero1", 1, LOW),
         *(
             pytest.param(*more, marks=pytest.mark.slow)
-            for more in (("zero2", 2, ()), ("ddp", 2, ()), ("zero3", 2, LOW))
+            for more in (("zero2", 2, ()), ("ddp", 2, ()), ("zero3", 2, LOW), ("zero2", 1, MUON), ("zero3", 2, MUON))
         ),
     ],
 )

@@ -76,6 +76,8 @@ KNOBS = [
     (None, Case("zero3", 1, 2, 3, True, extra=("precision.params=bf16",), tp=2)),
     (None, Case("zero1", 1, 2, 3, True, extra=("precision.params=bf16", "precision.reduce=bf16"), tp=2)),
     (None, Case("zero3", 1, 1, 1, True, extra=("optim.name=lion", "optim.learning_rate=1e-4"), tp=2)),
+    (None, Case("zero3", 1, 2, 2, True, extra=("optim.name=adamw_bf16",), tp=2)),
+    (None, Case("zero1", 1, 1, 2, extra=("optim.name=adamw_bf16", "precision.master=bf16"), tp=2)),
 ]
 
 

@@ -115,6 +115,11 @@ class Layout:
         return 3 * self.pipeline.ranks
 
     @property
+    def matrix_parts(self) -> int:
+        """The number of parts of a matrix, of which each rank has one."""
+        return self.shards * self.tp_size
+
+    @property
     def shared(self) -> dict[str, int]:
         """The number of ranks, by axis, that compute one micro-batch together: they split matrices, rows or layers."""
         return {TP: self.tp_size, CP: self.cp_size, PP: self.pipeline.ranks}

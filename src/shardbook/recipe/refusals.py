@@ -185,8 +185,8 @@ RULES = (
     Rule(CP, "model.attention=eager", f"{APART}it computes all scores of a row at once", "set model.attention=sdpa"),
     Rule(TP, STATE, NOT_YET, "set offload.optimizer=none and offload.params=none"),
     Rule(PP, f"{STATE} offload.activations!=none", NOT_YET, "leave [offload] out"),
-    Rule(TP, f"optim.name={'|'.join(WHOLE_MATRICES)}|adamw_8bit|adamw_bf16", NOT_YET, "set optim.name=adamw"),
-    Rule(PP, f"optim.name={'|'.join(WHOLE_MATRICES)}", NOT_YET, "set optim.name=adamw"),
+    Rule(TP, f"optim.name={'|'.join(WHOLE_MATRICES)}",
+         f"{APART}it orthogonalises whole matrices, of which ranks along tp have parts", "set optim.name=adamw"),
     # methods
     *(Rule(f"{section}.{key}!={field.default}", f"method!={'|'.join(methods)}", f"only {' or '.join(methods)} has it",
            "leave it out")

@@ -41,7 +41,6 @@ REFUSED = {  # a recipe's words, and what the error says
         [TWO, "method=distill", "distill.teacher=somewhere"],
         ["method = 'distill'", "leave parallel.pp_size out"],
     ),
-    "muon": ([TWO, "optim.name=muon"], ["optim.name = 'muon'", "set optim.name=adamw"]),
     "state away": ([TWO, "offload.optimizer=cpu"], ["offload.optimizer = 'cpu'", "leave [offload] out"]),
     "inputs away": (
         [TWO, "offload.activations=cpu", "activation.checkpointing=full"],

@@ -17,11 +17,7 @@ BESIDE = {  # what a recipe may not have beside tp_size = 2, and what the error 
     "qwZ": (["parallel.stage=hsdp", "parallel.quantize_weights=8"], ["a switch of ZeRO++", "leave parallel.quantize"]),
     "hpZ": (["parallel.stage=hsdp", "parallel.secondary_shard=2"], ["a switch of ZeRO++", "leave parallel.quantize"]),
     "offload": (["offload.optimizer=cpu"], ["offload.optimizer = 'cpu'", "set offload.optimizer=none"]),
-    "reward": (["method=reward"], ["method = 'reward'", "leave parallel.tp_size out"]),
-    "distill": (["method=distill", "distill.teacher=somewhere"], ["method = 'distill'", "leave parallel.tp_size out"]),
     "muon": (["optim.name=muon"], ["optim.name = 'muon'", "set optim.name=adamw"]),
-    "adamw_bf16": (["optim.name=adamw_bf16"], ["optim.name = 'adamw_bf16'", "set optim.name=adamw"]),
-    "adamw_8bit": (["optim.name=adamw_8bit"], ["optim.name = 'adamw_8bit'", "set optim.name=adamw"]),
     "length": (["data.max_length=127"], ["data.max_length = 127", "must be a multiple of 2"]),
     "none": (["parallel.tp_size=0"], ["parallel.tp_size = 0", "greater than or equal to 1"]),
 }

@@ -101,7 +101,7 @@ def load_checkpoint(
     """
     stored, train_state = check_checkpoint(path, sharded)
     state = stored.state
-    kind, stored_kind = state_kind(optimizer, sharded.layout.shards), state[OPTIMIZER]
+    kind, stored_kind = state_kind(optimizer, sharded.layout.matrix_parts), state[OPTIMIZER]
     lost = [] if kind == stored_kind else [f"optimizer state: of {stored_kind}, here {kind}"]
     if lost and not is_clean:
         reason = f"checkpoint {path} cannot follow the load of a damaged one ({lost[0]})"

@@ -293,7 +293,7 @@ def state_facts(sharded: ShardedModel, optimizer: torch.optim.Optimizer, state: 
     """Returns all of a checkpoint that is no tensor."""
     facts = asdict(state) | {
         "ranks": world_facts(sharded),
-        OPTIMIZER: state_kind(optimizer, sharded.layout.shards),
+        OPTIMIZER: state_kind(optimizer, sharded.layout.matrix_parts),
         FLASH: current_flash(),
     }
     model: Any = sharded.model
