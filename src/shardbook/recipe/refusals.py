@@ -184,7 +184,10 @@ RULES = (
     Rule(f"{TP} {PP}", LORA, NOT_YET, "leave one of the two out"),
     Rule(CP, "model.attention=eager", f"{APART}it computes all scores of a row at once", "set model.attention=sdpa"),
     Rule(TP, STATE, NOT_YET, "set offload.optimizer=none and offload.params=none"),
-    Rule(PP, f"{STATE} offload.activations!=none", NOT_YET, "leave [offload] out"),
+    Rule(PP, STATE, NOT_YET, "leave [offload] out"),
+    Rule(PP, "offload.activations!=none",
+         f"{APART}a block has room on the host for one input, and several micro-batches are on their way at once",
+         "leave [offload] out"),
     Rule(TP, f"optim.name={'|'.join(WHOLE_MATRICES)}",
          f"{APART}it orthogonalises whole matrices, of which ranks along tp have parts", "set optim.name=adamw"),
     # methods
@@ -237,7 +240,12 @@ RULES = (
     # what is computed twice
     Rule("train.check_steps!=0", "", "without deterministic kernels bits may differ anyway",
          "set train.deterministic=true", given="train.deterministic=False"),
-    Rule("train.check_steps!=0", f"{STATE} {PP}", NOT_YET, "leave train.check_steps out"),
+    Rule("train.check_steps!=0", STATE,
+         f"{APART}the host adds gradients up as they come, and those of a second run could not be taken out again",
+         "leave train.check_steps out"),
+    Rule("train.check_steps!=0", PP,
+         f"{APART}a wrong bit goes on to the next stage, so the rank that made it could not be named",
+         "leave train.check_steps out"),
     # recompute and compile
     Rule("offload.activations!=none", "activation.checkpointing=none|budget:*",
          "only recomputed blocks offload inputs", "set activation.checkpointing=full, selective or every:<n>"),
