@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -15,12 +16,14 @@ from cases import (
     RATE,
     Case,
     assert_case,
+    assert_events,
     layouts,
     outcomes_of,
     run_cases,
     same_bits,
 )
-from pairs import DIFFERENCE, all_but_speed, go_on_from, pairs_of_steps
+from pairs import DIFFERENCE, all_but_speed, answers_of_first, go_on_from, pairs_of_steps
+from pipeline_cases import deep
 from tiny import write_pairs
 from world import losses, metrics, run_train, run_world, train_rank
 
@@ -45,15 +48,21 @@ def words_of(kind: str, pairs) -> tuple[str, ...]:
 @pytest.fixture(scope="module")
 def wanted_of(recipe, tiny, pairs):
     @cache
-    def train(kind: str, rows: int, clips: bool, tied: bool) -> reference.Result:
-        folder = tiny / ("model" if tied else "untied")
+    def train(kind: str, rows: int, clips: bool, folder: str, more: tuple[str, ...], steps: int) -> reference.Result:
         load = reference.AutoModelForCausalLM.from_pretrained
-        model = load(folder, dtype=torch.float64, attn_implementation="eager")
+        model = load(tiny / folder, dtype=torch.float64, attn_implementation="eager")
         method, _, loss_type = kind.partition(":")
-        steps = pairs_of_steps(recipe, tiny, words_of(kind, pairs), rows)
-        return reference.train_pairs(model, steps, method, loss_type, RATE, DECAY, MAX_NORM if clips else 0.0)
+        words = (*words_of(kind, pairs), *more)
+        steps = pairs_of_steps(recipe, tiny, words, rows, steps)
+        result = reference.train_pairs(model, steps, method, loss_type, RATE, DECAY, MAX_NORM if clips else 0.0)
+        result.rows = answers_of_first(recipe, tiny, words, rows)
+        return result
 
-    return lambda kind, case: train(kind, case.world * case.micros, case.clips, case.tied)
+    def of(kind: str, case: Case) -> reference.Result:
+        more = tuple(word for word in case.extra if word.startswith("data.") and word not in words_of(kind, pairs))
+        return train(kind, case.rows, case.clips, case.folder, more, case.steps)
+
+    return of
 
 
 KINDS = ["dpo:sigmoid", "dpo:ipo", "dpo:apo_zero", "orpo", "simpo"]
@@ -76,6 +85,50 @@ def test_every_stage_is_the_plain_process_to_a_millionth(kind, recipe, tiny, pai
         assert run_world(world, run_cases, recipe, tiny, those, tmp_path) == [[]] * world
     for case in chosen:
         assert_case(case, outcomes_of(case, tmp_path), wanted_of(kind, case), DIFFERENCE)
+
+
+ROOM = ("data.max_length=252",)  # rows of several pairs, which slices cut, and of which three ranks have thirds
+PADDED = ("data.packing=false",)
+# kinds and layouts; those of one world run in it together
+BESIDE = [
+    ("dpo:sigmoid", Case("zero2", 1, 1, 3, True, checkpointing="full", pp=2, steps=5)),
+    ("orpo", Case("zero1", 1, 1, 2, tied=False, pp=2, schedule="gpipe")),
+    ("dpo:sigmoid", Case("zero3", 1, 1, 3, True, checkpointing="full", extra=ROOM, cp=2, steps=5)),
+    ("orpo", Case("ddp", 1, 1, 2, tied=False, extra=ROOM, cp=2)),
+]
+BESIDE_TOO = [
+    ("dpo:ipo", Case("zero3", 1, 2, 2, True, pp=2)),
+    ("dpo:apo_zero", Case("ddp", 2, 1, 2, tied=False, pp=2, schedule="gpipe", extra=PADDED)),
+    ("simpo", Case("hsdp", 2, 1, 3, True, pp=2, schedule="gpipe", steps=5)),
+    ("orpo", Case("zero1", 1, 2, 3, True, checkpointing="selective", pp=2)),
+    ("dpo:sigmoid", Case("zero3", 1, 1, 3, True, pp=3)),
+    ("simpo", deep("zero2", 1, 1, 4, clips=True, checkpointing="full", pp=2, chunks=2, schedule="interleaved")),
+    ("dpo:ipo", Case("zero3", 1, 2, 2, True, extra=ROOM, cp=2)),
+    ("dpo:apo_zero", Case("ddp", 2, 1, 2, tied=False, extra=PADDED, cp=2)),
+    ("simpo", Case("hsdp", 2, 1, 3, True, checkpointing="selective", extra=ROOM, cp=2, steps=5)),
+    ("orpo", Case("zero2", 1, 1, 2, True, extra=ROOM, cp=3)),
+    ("dpo:sigmoid", Case("zero1", 1, 1, 2, extra=ROOM, cp=4)),
+    ("dpo:sigmoid", Case("zero3", 1, 1, 2, True, extra=ROOM, cp=2, pp=2)),
+    ("orpo", Case("zero3", 1, 1, 2, True, checkpointing="full", extra=ROOM, cp=2, tp=2)),
+    ("simpo", Case("zero2", 1, 1, 2, True, pp=2, tp=2)),
+    ("dpo:ipo", Case("ddp", 1, 1, 3, tied=False, extra=ROOM, cp=2, tp=2, steps=5)),
+    ("dpo:apo_zero", Case("zero1", 1, 1, 3, True, extra=ROOM, cp=2, pp=2, steps=5)),
+]
+
+
+@pytest.mark.parametrize(
+    "beside", [BESIDE, pytest.param(BESIDE_TOO, marks=pytest.mark.slow)], ids=["two ranks", "others"]
+)
+def test_beside_pipeline_and_context_parallel(beside, recipe, models, pairs, wanted_of, tmp_path):
+    """Along cp a pair lies on several ranks, which add up what each has of it."""
+    chosen = [(kind, replace(case, extra=(*words_of(kind, pairs), *case.extra))) for kind, case in beside]
+    for world in {case.world for _, case in chosen}:
+        those = [case for _, case in chosen if case.world == world]
+        assert run_world(world, run_cases, recipe, models, those, tmp_path) == [[]] * world
+    for kind, case in chosen:
+        worst = assert_case(case, outcomes_of(case, tmp_path), wanted_of(kind, case), DIFFERENCE)
+        assert_events(outcomes_of(case, tmp_path))
+        print(f"\nworst {worst:.1e}  {kind} {case.layout}")
 
 
 @pytest.mark.slow
