@@ -14,6 +14,7 @@ from cases import (
     DECAY,
     MAX_NORM,
     RATE,
+    TOLERANCE,
     Case,
     assert_case,
     assert_events,
@@ -131,6 +132,94 @@ def test_beside_pipeline_and_context_parallel(beside, recipe, models, pairs, wan
         print(f"\nworst {worst:.1e}  {kind} {case.layout}")
 
 
+def pairs_are_not_summed():
+    """A rank has a pair's loss of its own slice's tokens."""
+    from shardbook.parallel.sharding import ShardedModel
+
+    ShardedModel.sum_slices = lambda sharded, part: part
+
+
+def sums_have_sums_of_gradients():
+    """As torch's own all-reduce, which takes each rank's loss for another. Loss exact, the gradient twice."""
+    import torch.distributed as dist
+
+    from shardbook.parallel.context import SumOverSlices
+
+    def backward(ctx, grad_output):
+        grad_output = grad_output.clone()
+        dist.all_reduce(grad_output)  # cp is the world
+        return grad_output, None
+
+    SumOverSlices.backward = staticmethod(backward)
+
+
+def terms_are_counted_on_each_slice():
+    from shardbook.objectives import Objective
+
+    Objective.copies = lambda objective, batching: batching.tp_size
+
+
+def pairs_are_counted_on_each_slice():
+    from shardbook.run import prefetch
+
+    real = prefetch.count_totals
+    prefetch.count_totals = lambda micros, sequences, cp_rank: real(micros, sequences)
+
+
+def averages_are_of_a_slice():
+    """The odds of an answer for each token of a slice. (Where a slice has none it is no number.)"""
+    from shardbook.data import loader
+
+    real = loader.slice_rows
+
+    def slice_rows(micro, batching):
+        made = real(micro, batching)
+        return replace(made, counts=torch.tensor(made.trained, dtype=torch.float32).clamp(min=1))
+
+    loader.slice_rows = slice_rows
+
+
+def reference_of_another_stage():
+    """The last stage is asked without what the one before it has computed."""
+    from shardbook.run.eval import reference
+
+    real = reference.run_forward
+
+    def run_forward(sharded, micro, loss_function, device):
+        def alone(model, micro):
+            hidden = torch.zeros_like(model.keywords["hidden"])
+            return loss_function(lambda *given: model.func(*given, hidden=hidden), micro)
+
+        return real(sharded, micro, alone, device)
+
+    reference.run_forward = run_forward
+
+
+CP, PP = (Case("zero3", 1, 1, 2, extra=ROOM, cp=2), Case("zero2", 1, 1, 2, pp=2))
+BUGS = [
+    (pairs_are_not_summed, "dpo:sigmoid", CP),
+    (sums_have_sums_of_gradients, "simpo", CP),
+    (terms_are_counted_on_each_slice, "orpo", CP),
+    (pairs_are_counted_on_each_slice, "dpo:sigmoid", CP),
+    (averages_are_of_a_slice, "orpo", CP),
+    (reference_of_another_stage, "dpo:sigmoid", PP),
+]
+
+
+@pytest.mark.parametrize(("bug", "kind", "case"), [BUGS[0], *map(slow, BUGS[1:])])
+def test_a_bug_beside_an_axis_is_seen(bug, kind, case, recipe, models, pairs, wanted_of, tmp_path):
+    case = replace(case, extra=(*words_of(kind, pairs), *case.extra))
+    assert run_world(case.world, run_planted, bug, recipe, models, [case], tmp_path) == [[]] * case.world
+    with pytest.raises(AssertionError) as red:
+        assert_case(case, outcomes_of(case, tmp_path), wanted_of(kind, case), DIFFERENCE)
+    print(f"{bug.__name__}: {str(red.value).strip().splitlines()[0]}")
+
+
+def run_planted(bug, *given):
+    bug()
+    return run_cases(*given)
+
+
 @pytest.mark.slow
 def test_two_ranks_bitwise(recipe, tiny, pairs, tmp_path):
     words = words_of("dpo:sigmoid", pairs)
@@ -175,6 +264,26 @@ def test_a_kill_during_and_after_the_reference_goes_on_bitwise(step, keep, recip
     run_train(2, recipe, name, *SAVING, *words_of("dpo:sigmoid", pairs))
     assert all_but_speed(run) == all_but_speed(straight)
     assert not keep or (run / "reference.npz").stat().st_mtime_ns == before  # read, not asked again
+
+
+AXES = {"cp": ("parallel.cp_size=2",), "pp": ("parallel.pp_size=2", "parallel.stage=zero1")}
+
+
+@pytest.mark.parametrize("axis", ["cp", slow("pp")])
+def test_metrics_are_those_without_an_axis_and_a_kill_goes_on_bitwise(axis, recipe, pairs, straight):
+    """Rows of two ranks, one after another. The run that is killed once goes on with its reference, once without."""
+    words = (*SAVING, *words_of("dpo:sigmoid", pairs), "train.gradient_accumulation_steps=2", *AXES[axis])
+    run = run_train(2, recipe, f"{axis}-straight", *words)
+    for one, two in zip(all_but_speed(straight), all_but_speed(run), strict=True):
+        for named in (one, two):
+            named.pop("train/rewards/accuracies", 0), named.pop("eval/rewards/accuracies", 0)  # of rounding at first
+        assert two == pytest.approx(one, rel=DIFFERENCE, abs=DIFFERENCE)
+    known, other = (np.load(each / "reference.npz") for each in (straight, run))
+    np.testing.assert_allclose(other["train"], known["train"], rtol=TOLERANCE)
+    np.testing.assert_allclose(other["eval"], known["eval"], rtol=TOLERANCE)
+    again = go_on_from(run, f"{axis}-again", 4, keep=False)
+    run_train(2, recipe, again.name, *words)
+    assert all_but_speed(again) == all_but_speed(run)
 
 
 def stop_in_the_reference(rank_that_is_told, words):

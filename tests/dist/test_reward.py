@@ -115,6 +115,36 @@ def test_beside_other_axes(beside, recipe, tiny, pairs, scorer, wanted_of, tmp_p
         print(f"\nworst {worst:.1e}  {case.layout}")
 
 
+def test_scores_with_a_gradient_on_each_rank_are_seen(recipe, tiny, pairs, scorer, wanted_of, tmp_path):
+    """Planted bug: what is summed along tp is the whole gradient of each rank. Loss exact."""
+    case = replace(BESIDE[3], extra=words_of(pairs, scorer))
+    assert run_world(2, run_with_all_gradients, recipe, tiny, [case], tmp_path) == [[]] * 2
+    (outcome, _), want = outcomes_of(case, tmp_path), wanted_of(case)
+    assert outcome.result.losses[0] == pytest.approx(want.losses[0], rel=DIFFERENCE)
+    assert outcome.result.norms[0] == pytest.approx(2 * want.norms[0], rel=DIFFERENCE)
+
+
+def run_with_all_gradients(*given):
+    from shardbook.model.loss_head import ScoreHead
+
+    ScoreHead.share_of = property(lambda head: None, lambda head, share_of: None)
+    return run_cases(*given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["cp", "pp", "tp"])
+def test_metrics_are_those_without_an_axis_and_a_kill_goes_on_bitwise(axis, recipe, tiny, pairs, straight):
+    words = (*SAVING, *words_of(pairs, tiny / "model"), "train.gradient_accumulation_steps=2")
+    run = run_train(2, recipe, f"{axis}-straight", *words, f"parallel.{axis}_size=2")
+    for one, two in zip(all_but_speed(straight), all_but_speed(run), strict=True):
+        assert two == pytest.approx(one, rel=DIFFERENCE, abs=DIFFERENCE)
+    again = go_on_from(run, f"{axis}-again", 4)
+    run_train(2, recipe, again.name, *words, f"parallel.{axis}_size=2")
+    assert all_but_speed(again) == all_but_speed(run)
+    there, here = (load(each / "export", dtype=torch.float32).state_dict() for each in (straight, run))
+    assert all(torch.allclose(here[name], there[name], rtol=1e-4, atol=1e-5) for name in there)
+
+
 SAVING = ("train.steps=6", "train.save_steps=2")
 
 

@@ -17,7 +17,6 @@ BESIDE = {  # what a recipe may not have beside tp_size = 2, and what the error 
     "qwZ": (["parallel.stage=hsdp", "parallel.quantize_weights=8"], ["a switch of ZeRO++", "leave parallel.quantize"]),
     "hpZ": (["parallel.stage=hsdp", "parallel.secondary_shard=2"], ["a switch of ZeRO++", "leave parallel.quantize"]),
     "offload": (["offload.optimizer=cpu"], ["offload.optimizer = 'cpu'", "set offload.optimizer=none"]),
-    "reward": (["method=reward"], ["method = 'reward'", "leave parallel.tp_size out"]),
     "distill": (["method=distill", "distill.teacher=somewhere"], ["method = 'distill'", "leave parallel.tp_size out"]),
     "generate": (["generate.steps=2"], ["generate.steps = 2", "set generate.steps=0"]),
     "muon": (["optim.name=muon"], ["optim.name = 'muon'", "set optim.name=adamw"]),
