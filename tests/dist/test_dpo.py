@@ -515,13 +515,16 @@ def test_a_pair_that_is_split_is_seen(recipe, tiny, pairs, monkeypatch):
         test_a_pair_is_never_split_over_rows(recipe, tiny, pairs)
 
 
-@pytest.mark.parametrize("stage", ["zero3", slow("zero2"), slow("ddp")])
-def test_adapters_off_is_the_precomputed_reference(stage, recipe, tiny, pairs):
+@pytest.mark.parametrize(
+    ("stage", "beside"),
+    [("zero3", ()), slow(("zero2", ())), slow(("ddp", ())), slow(("zero3", AXES["cp"])), slow(("ddp", AXES["cp"]))],
+)
+def test_adapters_off_is_the_precomputed_reference(stage, beside, recipe, tiny, pairs):
     """B = 0 at first, so the base is the policy of the first step; as many gathers as are predicted."""
-    words = (*words_of("dpo:sigmoid", pairs), "lora.r=4", f"parallel.stage={stage}", "train.steps=3")
+    words = (*words_of("dpo:sigmoid", pairs), "lora.r=4", f"parallel.stage={stage}", "train.steps=3", *beside)
     words += ("train.gradient_accumulation_steps=2", "train.export=false")
-    asked = run_train(2, recipe, f"asked-{stage}", *words)
-    off = run_train(2, recipe, f"off-{stage}", *words, "preference.precompute_ref_log_probs=false")
+    asked = run_train(2, recipe, f"asked-{stage}-{len(beside)}", *words)
+    off = run_train(2, recipe, f"off-{stage}-{len(beside)}", *words, "preference.precompute_ref_log_probs=false")
     assert not (off / "reference.npz").exists() and np.load(asked / "reference.npz")
     assert losses(asked) == losses(off)
     for run in (asked, off):
