@@ -108,7 +108,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
             profile.advance(step)
             log.begin(batch)
             rate = set_learning_rate(optimizer, learning_rate(recipe.optim, step, job.steps))
-            loss = job.objective.with_totals(batch.totals)
+            loss = job.objective.with_totals(batch.totals, sharded.sum_slices)
             sdc_check.before(step, batch.micros[0], loss)
             terms = run_step(sharded, batch.micros, loss, ranks.device, PROGRESS.mark)
             norm = clip_gradients(sharded.gradients, recipe.optim.max_grad_norm)

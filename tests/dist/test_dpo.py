@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -13,14 +14,17 @@ from cases import (
     DECAY,
     MAX_NORM,
     RATE,
+    TOLERANCE,
     Case,
     assert_case,
+    assert_events,
     layouts,
     outcomes_of,
     run_cases,
     same_bits,
 )
-from pairs import DIFFERENCE, all_but_speed, go_on_from, pairs_of_steps
+from pairs import DIFFERENCE, all_but_speed, answers_of_first, go_on_from, pairs_of_steps
+from pipeline_cases import deep
 from tiny import write_pairs
 from world import losses, metrics, run_train, run_world, train_rank
 
@@ -45,15 +49,21 @@ def words_of(kind: str, pairs) -> tuple[str, ...]:
 @pytest.fixture(scope="module")
 def wanted_of(recipe, tiny, pairs):
     @cache
-    def train(kind: str, rows: int, clips: bool, tied: bool) -> reference.Result:
-        folder = tiny / ("model" if tied else "untied")
+    def train(kind: str, rows: int, clips: bool, folder: str, more: tuple[str, ...], steps: int) -> reference.Result:
         load = reference.AutoModelForCausalLM.from_pretrained
-        model = load(folder, dtype=torch.float64, attn_implementation="eager")
+        model = load(tiny / folder, dtype=torch.float64, attn_implementation="eager")
         method, _, loss_type = kind.partition(":")
-        steps = pairs_of_steps(recipe, tiny, words_of(kind, pairs), rows)
-        return reference.train_pairs(model, steps, method, loss_type, RATE, DECAY, MAX_NORM if clips else 0.0)
+        words = (*words_of(kind, pairs), *more)
+        steps = pairs_of_steps(recipe, tiny, words, rows, steps)
+        result = reference.train_pairs(model, steps, method, loss_type, RATE, DECAY, MAX_NORM if clips else 0.0)
+        result.rows = answers_of_first(recipe, tiny, words, rows)
+        return result
 
-    return lambda kind, case: train(kind, case.world * case.micros, case.clips, case.tied)
+    def of(kind: str, case: Case) -> reference.Result:
+        more = tuple(word for word in case.extra if word.startswith("data.") and word not in words_of(kind, pairs))
+        return train(kind, case.rows, case.clips, case.folder, more, case.steps)
+
+    return of
 
 
 KINDS = ["dpo:sigmoid", "dpo:ipo", "dpo:apo_zero", "orpo", "simpo"]
@@ -76,6 +86,138 @@ def test_every_stage_is_the_plain_process_to_a_millionth(kind, recipe, tiny, pai
         assert run_world(world, run_cases, recipe, tiny, those, tmp_path) == [[]] * world
     for case in chosen:
         assert_case(case, outcomes_of(case, tmp_path), wanted_of(kind, case), DIFFERENCE)
+
+
+ROOM = ("data.max_length=252",)  # rows of several pairs, which slices cut, and of which three ranks have thirds
+PADDED = ("data.packing=false",)
+# kinds and layouts; those of one world run in it together
+BESIDE = [
+    ("dpo:sigmoid", Case("zero2", 1, 1, 3, True, checkpointing="full", pp=2, steps=5)),
+    ("orpo", Case("zero1", 1, 1, 2, tied=False, pp=2, schedule="gpipe")),
+    ("dpo:sigmoid", Case("zero3", 1, 1, 3, True, checkpointing="full", extra=ROOM, cp=2, steps=5)),
+    ("orpo", Case("ddp", 1, 1, 2, tied=False, extra=ROOM, cp=2)),
+]
+BESIDE_TOO = [
+    ("dpo:ipo", Case("zero3", 1, 2, 2, True, pp=2)),
+    ("dpo:apo_zero", Case("ddp", 2, 1, 2, tied=False, pp=2, schedule="gpipe", extra=PADDED)),
+    ("simpo", Case("hsdp", 2, 1, 3, True, pp=2, schedule="gpipe", steps=5)),
+    ("orpo", Case("zero1", 1, 2, 3, True, checkpointing="selective", pp=2)),
+    ("dpo:sigmoid", Case("zero3", 1, 1, 3, True, pp=3)),
+    ("simpo", deep("zero2", 1, 1, 4, clips=True, checkpointing="full", pp=2, chunks=2, schedule="interleaved")),
+    ("dpo:ipo", Case("zero3", 1, 2, 2, True, extra=ROOM, cp=2)),
+    ("dpo:apo_zero", Case("ddp", 2, 1, 2, tied=False, extra=PADDED, cp=2)),
+    ("simpo", Case("hsdp", 2, 1, 3, True, checkpointing="selective", extra=ROOM, cp=2, steps=5)),
+    ("orpo", Case("zero2", 1, 1, 2, True, extra=ROOM, cp=3)),
+    ("dpo:sigmoid", Case("zero1", 1, 1, 2, extra=ROOM, cp=4)),
+    ("dpo:sigmoid", Case("zero3", 1, 1, 2, True, extra=ROOM, cp=2, pp=2)),
+    ("orpo", Case("zero3", 1, 1, 2, True, checkpointing="full", extra=ROOM, cp=2, tp=2)),
+    ("simpo", Case("zero2", 1, 1, 2, True, pp=2, tp=2)),
+    ("dpo:ipo", Case("ddp", 1, 1, 3, tied=False, extra=ROOM, cp=2, tp=2, steps=5)),
+    ("dpo:apo_zero", Case("zero1", 1, 1, 3, True, extra=ROOM, cp=2, pp=2, steps=5)),
+]
+
+
+@pytest.mark.parametrize(
+    "beside", [BESIDE, pytest.param(BESIDE_TOO, marks=pytest.mark.slow)], ids=["two ranks", "others"]
+)
+def test_beside_pipeline_and_context_parallel(beside, recipe, models, pairs, wanted_of, tmp_path):
+    """Along cp a pair lies on several ranks, which add up what each has of it."""
+    chosen = [(kind, replace(case, extra=(*words_of(kind, pairs), *case.extra))) for kind, case in beside]
+    for world in {case.world for _, case in chosen}:
+        those = [case for _, case in chosen if case.world == world]
+        assert run_world(world, run_cases, recipe, models, those, tmp_path) == [[]] * world
+    for kind, case in chosen:
+        worst = assert_case(case, outcomes_of(case, tmp_path), wanted_of(kind, case), DIFFERENCE)
+        assert_events(outcomes_of(case, tmp_path))
+        print(f"\nworst {worst:.1e}  {kind} {case.layout}")
+
+
+def pairs_are_not_summed():
+    """A rank has a pair's loss of its own slice's tokens."""
+    from shardbook.parallel.sharding import ShardedModel
+
+    ShardedModel.sum_slices = lambda sharded, part: part
+
+
+def sums_have_sums_of_gradients():
+    """As torch's own all-reduce, which takes each rank's loss for another. Loss exact, the gradient twice."""
+    import torch.distributed as dist
+
+    from shardbook.parallel.context import SumOverSlices
+
+    def backward(ctx, grad_output):
+        grad_output = grad_output.clone()
+        dist.all_reduce(grad_output)  # cp is the world
+        return grad_output, None
+
+    SumOverSlices.backward = staticmethod(backward)
+
+
+def terms_are_counted_on_each_slice():
+    from shardbook.objectives import Objective
+
+    Objective.copies = lambda objective, batching: batching.tp_size
+
+
+def pairs_are_counted_on_each_slice():
+    from shardbook.run import prefetch
+
+    real = prefetch.count_totals
+    prefetch.count_totals = lambda micros, sequences, cp_rank: real(micros, sequences)
+
+
+def averages_are_of_a_slice():
+    """The odds of an answer for each token of a slice. (Where a slice has none it is no number.)"""
+    from shardbook.data import loader
+
+    real = loader.slice_rows
+
+    def slice_rows(micro, batching):
+        made = real(micro, batching)
+        return replace(made, counts=torch.tensor(made.trained, dtype=torch.float32).clamp(min=1))
+
+    loader.slice_rows = slice_rows
+
+
+def reference_of_another_stage():
+    """The last stage is asked without what the one before it has computed."""
+    from shardbook.run.eval import reference
+
+    real = reference.run_forward
+
+    def run_forward(sharded, micro, loss_function, device):
+        def alone(model, micro):
+            hidden = torch.zeros_like(model.keywords["hidden"])
+            return loss_function(lambda *given: model.func(*given, hidden=hidden), micro)
+
+        return real(sharded, micro, alone, device)
+
+    reference.run_forward = run_forward
+
+
+CP, PP = (Case("zero3", 1, 1, 2, extra=ROOM, cp=2), Case("zero2", 1, 1, 2, pp=2))
+BUGS = [
+    (pairs_are_not_summed, "dpo:sigmoid", CP),
+    (sums_have_sums_of_gradients, "simpo", CP),
+    (terms_are_counted_on_each_slice, "orpo", CP),
+    (pairs_are_counted_on_each_slice, "dpo:sigmoid", CP),
+    (averages_are_of_a_slice, "orpo", CP),
+    (reference_of_another_stage, "dpo:sigmoid", PP),
+]
+
+
+@pytest.mark.parametrize(("bug", "kind", "case"), [BUGS[0], *map(slow, BUGS[1:])])
+def test_a_bug_beside_an_axis_is_seen(bug, kind, case, recipe, models, pairs, wanted_of, tmp_path):
+    case = replace(case, extra=(*words_of(kind, pairs), *case.extra))
+    assert run_world(case.world, run_planted, bug, recipe, models, [case], tmp_path) == [[]] * case.world
+    with pytest.raises(AssertionError) as red:
+        assert_case(case, outcomes_of(case, tmp_path), wanted_of(kind, case), DIFFERENCE)
+    print(f"{bug.__name__}: {str(red.value).strip().splitlines()[0]}")
+
+
+def run_planted(bug, *given):
+    bug()
+    return run_cases(*given)
 
 
 @pytest.mark.slow
@@ -122,6 +264,26 @@ def test_a_kill_during_and_after_the_reference_goes_on_bitwise(step, keep, recip
     run_train(2, recipe, name, *SAVING, *words_of("dpo:sigmoid", pairs))
     assert all_but_speed(run) == all_but_speed(straight)
     assert not keep or (run / "reference.npz").stat().st_mtime_ns == before  # read, not asked again
+
+
+AXES = {"cp": ("parallel.cp_size=2",), "pp": ("parallel.pp_size=2", "parallel.stage=zero1")}
+
+
+@pytest.mark.parametrize("axis", ["cp", slow("pp")])
+def test_metrics_are_those_without_an_axis_and_a_kill_goes_on_bitwise(axis, recipe, pairs, straight):
+    """Rows of two ranks, one after another. The run that is killed once goes on with its reference, once without."""
+    words = (*SAVING, *words_of("dpo:sigmoid", pairs), "train.gradient_accumulation_steps=2", *AXES[axis])
+    run = run_train(2, recipe, f"{axis}-straight", *words)
+    for one, two in zip(all_but_speed(straight), all_but_speed(run), strict=True):
+        for named in (one, two):
+            named.pop("train/rewards/accuracies", 0), named.pop("eval/rewards/accuracies", 0)  # of rounding at first
+        assert two == pytest.approx(one, rel=DIFFERENCE, abs=DIFFERENCE)
+    known, other = (np.load(each / "reference.npz") for each in (straight, run))
+    np.testing.assert_allclose(other["train"], known["train"], rtol=TOLERANCE)
+    np.testing.assert_allclose(other["eval"], known["eval"], rtol=TOLERANCE)
+    again = go_on_from(run, f"{axis}-again", 4, keep=False)
+    run_train(2, recipe, again.name, *words)
+    assert all_but_speed(again) == all_but_speed(run)
 
 
 def stop_in_the_reference(rank_that_is_told, words):
@@ -353,13 +515,16 @@ def test_a_pair_that_is_split_is_seen(recipe, tiny, pairs, monkeypatch):
         test_a_pair_is_never_split_over_rows(recipe, tiny, pairs)
 
 
-@pytest.mark.parametrize("stage", ["zero3", slow("zero2"), slow("ddp")])
-def test_adapters_off_is_the_precomputed_reference(stage, recipe, tiny, pairs):
+@pytest.mark.parametrize(
+    ("stage", "beside"),
+    [("zero3", ()), slow(("zero2", ())), slow(("ddp", ())), slow(("zero3", AXES["cp"])), slow(("ddp", AXES["cp"]))],
+)
+def test_adapters_off_is_the_precomputed_reference(stage, beside, recipe, tiny, pairs):
     """B = 0 at first, so the base is the policy of the first step; as many gathers as are predicted."""
-    words = (*words_of("dpo:sigmoid", pairs), "lora.r=4", f"parallel.stage={stage}", "train.steps=3")
+    words = (*words_of("dpo:sigmoid", pairs), "lora.r=4", f"parallel.stage={stage}", "train.steps=3", *beside)
     words += ("train.gradient_accumulation_steps=2", "train.export=false")
-    asked = run_train(2, recipe, f"asked-{stage}", *words)
-    off = run_train(2, recipe, f"off-{stage}", *words, "preference.precompute_ref_log_probs=false")
+    asked = run_train(2, recipe, f"asked-{stage}-{len(beside)}", *words)
+    off = run_train(2, recipe, f"off-{stage}-{len(beside)}", *words, "preference.precompute_ref_log_probs=false")
     assert not (off / "reference.npz").exists() and np.load(asked / "reference.npz")
     assert losses(asked) == losses(off)
     for run in (asked, off):

@@ -2,14 +2,15 @@
 
 import itertools
 import shutil
+from dataclasses import replace
 from functools import cache
 
 import peft
 import pytest
 import reference
 import torch
-from cases import DECAY, MAX_NORM, RATE, TOLERANCE, Case, assert_case, layouts, outcomes_of, run_cases
-from pairs import DIFFERENCE, all_but_speed, go_on_from, pairs_of_steps
+from cases import DECAY, MAX_NORM, RATE, TOLERANCE, Case, assert_case, assert_events, layouts, outcomes_of, run_cases
+from pairs import DIFFERENCE, all_but_speed, answers_of_first, go_on_from, pairs_of_steps
 from tiny import CHATML, tokenizer, write_model, write_pairs
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from world import losses, metrics, run_train, run_world, train_rank
@@ -41,13 +42,20 @@ def words_of(pairs, scorer) -> tuple[str, ...]:
 @pytest.fixture(scope="module")
 def wanted_of(recipe, tiny, pairs, scorer):
     @cache
-    def train(rows: int, clips: bool) -> reference.Result:
+    def train(rows: int, clips: bool, more: tuple[str, ...], steps: int) -> reference.Result:
         model = load(scorer, dtype=torch.float64, attn_implementation="eager")
-        steps = pairs_of_steps(recipe, tiny, words_of(pairs, scorer), rows)
-        ids = [[(chosen[0], rejected[0]) for chosen, rejected in step] for step in steps]
-        return reference.train_scores(model, ids, RATE, DECAY, MAX_NORM if clips else 0.0)
+        words = (*words_of(pairs, scorer), *more)
+        picked = pairs_of_steps(recipe, tiny, words, rows, steps)
+        ids = [[(chosen[0], rejected[0]) for chosen, rejected in step] for step in picked]
+        result = reference.train_scores(model, ids, RATE, DECAY, MAX_NORM if clips else 0.0)
+        result.rows = answers_of_first(recipe, tiny, words, rows)
+        return result
 
-    return lambda case: train(case.world * case.micros, case.clips)
+    def of(case: Case) -> reference.Result:
+        more = tuple(word for word in case.extra if word.startswith("data.") and word not in words_of(pairs, scorer))
+        return train(case.rows, case.clips, more, case.steps)
+
+    return of
 
 
 def cases_of(pairs, scorer) -> list[Case]:
@@ -65,6 +73,76 @@ def test_stages_are_transformers(stages, recipe, tiny, pairs, scorer, wanted_of,
         assert run_world(world, run_cases, recipe, tiny, those, tmp_path) == [[]] * world
     for case in chosen:
         assert_case(case, outcomes_of(case, tmp_path), wanted_of(case), DIFFERENCE)
+
+
+ROOM = ("data.max_length=252",)  # rows of several pairs, which slices cut, and of which three ranks have thirds
+PADDED = ("data.packing=false",)
+BESIDE = [  # those of one world run in it together
+    Case("zero2", 1, 1, 3, True, False, "full", pp=2, steps=5),
+    Case("zero3", 1, 1, 3, True, False, "full", ROOM, cp=2, steps=5),
+    Case("zero3", 1, 1, 3, True, False, "full", tp=2, steps=5),
+    Case("ddp", 1, 1, 2, False, False, "none", ROOM, tp=2),
+]
+BESIDE_TOO = [
+    Case("zero3", 1, 2, 2, True, False, pp=2),
+    Case("ddp", 2, 1, 2, False, False, "selective", PADDED, pp=2, schedule="gpipe"),
+    Case("zero1", 1, 1, 3, True, False, pp=3),
+    Case("hsdp", 2, 1, 2, True, False, extra=ROOM, cp=2),
+    Case("ddp", 2, 1, 2, False, False, "selective", PADDED, cp=2),
+    Case("zero2", 1, 1, 2, True, False, extra=ROOM, cp=3),
+    Case("zero1", 1, 1, 2, False, False, extra=ROOM, cp=4),
+    Case("zero3", 1, 2, 3, True, False, "full", tp=2),
+    Case("zero2", 1, 1, 2, True, False, extra=ROOM, tp=3),
+    Case("zero1", 1, 1, 3, True, False, extra=(*PADDED, "train.per_device_train_batch_size=2"), tp=4),  # idle ranks
+    Case("ddp", 2, 1, 2, True, False, tp=2),
+    Case("hsdp", 1, 2, 2, True, False, tp=2),
+    Case("zero3", 1, 1, 2, True, False, "full", pp=2, tp=2),
+    Case("zero2", 1, 1, 3, True, False, extra=ROOM, cp=2, tp=2, steps=5),
+    Case("zero3", 1, 1, 2, True, False, extra=ROOM, cp=2, pp=2),
+]
+
+
+@pytest.mark.parametrize("beside", [BESIDE, pytest.param(BESIDE_TOO, marks=pytest.mark.slow)], ids=["few", "others"])
+def test_beside_other_axes(beside, recipe, tiny, pairs, scorer, wanted_of, tmp_path):
+    """Along cp the last token of an answer lies on one rank; along tp every rank has all scores."""
+    chosen = [replace(case, extra=(*words_of(pairs, scorer), *case.extra)) for case in beside]
+    for world in {case.world for case in chosen}:
+        those = [case for case in chosen if case.world == world]
+        assert run_world(world, run_cases, recipe, tiny, those, tmp_path) == [[]] * world
+    for case in chosen:
+        worst = assert_case(case, outcomes_of(case, tmp_path), wanted_of(case), DIFFERENCE)
+        assert_events(outcomes_of(case, tmp_path))
+        print(f"\nworst {worst:.1e}  {case.layout}")
+
+
+def test_scores_with_a_gradient_on_each_rank_are_seen(recipe, tiny, pairs, scorer, wanted_of, tmp_path):
+    """Planted bug: what is summed along tp is the whole gradient of each rank. Loss exact."""
+    case = replace(BESIDE[3], extra=words_of(pairs, scorer))
+    assert run_world(2, run_with_all_gradients, recipe, tiny, [case], tmp_path) == [[]] * 2
+    (outcome, _), want = outcomes_of(case, tmp_path), wanted_of(case)
+    assert outcome.result.losses[0] == pytest.approx(want.losses[0], rel=DIFFERENCE)
+    assert outcome.result.norms[0] == pytest.approx(2 * want.norms[0], rel=DIFFERENCE)
+
+
+def run_with_all_gradients(*given):
+    from shardbook.model.loss_head import ScoreHead
+
+    ScoreHead.share_of = property(lambda head: None, lambda head, share_of: None)
+    return run_cases(*given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["cp", "pp", "tp"])
+def test_metrics_are_those_without_an_axis_and_a_kill_goes_on_bitwise(axis, recipe, tiny, pairs, straight):
+    words = (*SAVING, *words_of(pairs, tiny / "model"), "train.gradient_accumulation_steps=2")
+    run = run_train(2, recipe, f"{axis}-straight", *words, f"parallel.{axis}_size=2")
+    for one, two in zip(all_but_speed(straight), all_but_speed(run), strict=True):
+        assert two == pytest.approx(one, rel=DIFFERENCE, abs=DIFFERENCE)
+    again = go_on_from(run, f"{axis}-again", 4)
+    run_train(2, recipe, again.name, *words, f"parallel.{axis}_size=2")
+    assert all_but_speed(again) == all_but_speed(run)
+    there, here = (load(each / "export", dtype=torch.float32).state_dict() for each in (straight, run))
+    assert all(torch.allclose(here[name], there[name], rtol=1e-4, atol=1e-5) for name in there)
 
 
 SAVING = ("train.steps=6", "train.save_steps=2")

@@ -500,7 +500,12 @@ def expected_traffic(
         found |= sums | {("all_reduce", "tp"): (1 + case.chunks, uncut + 8)}
     if case.cp > 1:  # by the name of the whole axis, where that is all of it
         joined, size = ("dp_replicate", replicas) if case.stage == "ddp" else ("dp_shard", n)
-        found["all_to_all", joined if size == case.cp else "cp"] = context_traffic(case, shapes, rows)
+        axis = joined if size == case.cp else "cp"
+        found["all_to_all", axis] = context_traffic(case, shapes, rows)
+        if case.said("method", "sft") != "sft" and case.pp == 1:  # of each answer a number; by the last stage
+            calls, size = found.get(("all_reduce", axis), (0, 0))
+            answers = sum(len(row) for micro in range(case.micros) for row in rows_of_first(case, rows, micro)[0])
+            found["all_reduce", axis] = calls + case.micros, size + 4 * answers
     if case.pp > 1:
         embedding = parts["model.embed_tokens.weight"]
         found["all_reduce", "pp"] = 1, 8  # the norm
@@ -576,7 +581,8 @@ def tensor_traffic(case: Case, shapes: dict[str, torch.Size], rows: list[referen
         own, many, length = rows_of_first(case, rows, micro)
         trained = trained_in(own, length // case.cp)
         tokens = many * length // case.cp * shapes["model.embed_tokens.weight"][1] * 4
-        scored = 1 + pairs  # where losses have slopes of their own, logits are made again
+        # where losses have slopes of their own, logits are made again; of a score there are none
+        scored = 0 if case.said("method", "sft") == "reward" else 1 + pairs
         for total, calls in ((gathered, 4 * layers + 2 * again + outer), (scattered, 4 * layers + again + outer)):
             total[0] += calls
             total[1] += calls * tokens

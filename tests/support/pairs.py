@@ -9,12 +9,18 @@ from world import metrics
 DIFFERENCE = 4 * TOLERANCE
 
 
-def pairs_of_steps(recipe, tiny, words, rows):
-    """The pairs of each of STEPS steps of `rows` rows, as the reference wants them."""
-    return [[pair for row in step for pair in row] for step in pair_rows_of_steps(recipe, tiny, words, rows)]
+def pairs_of_steps(recipe, tiny, words, rows, steps=STEPS):
+    """The pairs of each of `steps` steps of `rows` rows, as the reference wants them."""
+    return [[pair for row in step for pair in row] for step in pair_rows_of_steps(recipe, tiny, words, rows, steps)]
 
 
-def pair_rows_of_steps(recipe, tiny, words, rows):
+def answers_of_first(recipe, tiny, words, rows):
+    """The answers in each of the `rows` rows of the first step, by which traffic along tp, cp and pp is counted."""
+    (first,) = pair_rows_of_steps(recipe, tiny, words, rows, 1)
+    return [[answer for pair in row for answer in pair] for row in first]
+
+
+def pair_rows_of_steps(recipe, tiny, words, rows, steps=STEPS):
     """The same by row."""
     from transformers import AutoTokenizer
 
@@ -25,7 +31,7 @@ def pair_rows_of_steps(recipe, tiny, words, rows):
     data = load_recipe(recipe, words).data
     documents, _ = build_documents(data, AutoTokenizer.from_pretrained(tiny / "model"), tiny / "model", 2)
     loader = Loader(documents, Batching(data.max_length * 2, 1, 0, 1, sequences=2), rows, seed=42)
-    picked = [[loader.row_at(step * rows + row) for row in range(rows)] for step in range(STEPS)]
+    picked = [[loader.row_at(step * rows + row) for row in range(rows)] for step in range(steps)]
 
     def pair(number):
         document = documents.encoded[number]

@@ -33,8 +33,10 @@ class MicroBatch(Batch):
 
     pairs: int  # pairs of tokens of one document: the sum of each document's length squared
     trained: tuple[int, ...] = ()  # trained tokens of each sequence, in order: they sum to n
-    counts: Tensor | None = None  # [sequences] fp32: `trained`, where an example holds several sequences
-    ends: Tensor | None = None  # [sequences] indices into the flat [B * L] of their last tokens
+    # [sequences] fp32: `trained` of whole sequences, where an example holds several
+    counts: Tensor | None = None
+    # [sequences] indices into the flat [B * L] of their last tokens; -1 where another slice has it
+    ends: Tensor | None = None
     reference: Tensor | None = None  # [sequences] fp32: log-probabilities under the reference model
     slices: int = 1  # of each row, of which this has one
 
@@ -201,10 +203,11 @@ def eval_micro_batches(documents: Documents, batching: Batching) -> Iterator[Mic
         yield build_micro_batch(documents.encoded, rows, batching, documents.reference)
 
 
-def count_totals(micros: list[MicroBatch], sequences: int) -> tuple[int, int, int]:
-    """Returns the counts that one rank's `micros` add to Totals, with `sequences` to an example."""
+def count_totals(micros: list[MicroBatch], sequences: int, cp_rank: int = 0) -> tuple[int, int, int]:
+    """Returns the counts that one rank's `micros` add to Totals, with `sequences` to an example. Slices have tokens of
+    their own and the same examples, which the first one counts."""
     trained = [count for micro in micros for count in micro.trained]
-    return sum(trained), len(trained) // sequences, sum(trained[::sequences])
+    return sum(trained), len(trained) // sequences * (cp_rank == 0), sum(trained[::sequences])
 
 
 def sequences_of(document: dict[str, Any]) -> Iterator[tuple[list[int], list[bool]]]:
@@ -275,6 +278,11 @@ def slice_rows(micro: MicroBatch, batching: Batching) -> MicroBatch:
     # the sequence of each trained token, in the order of positions
     owners = torch.arange(len(micro.trained)).repeat_interleave(torch.tensor(micro.trained, dtype=torch.int64))
     trained = tuple(torch.bincount(owners[in_slice], minlength=len(micro.trained)).tolist())
+    assert micro.ends is not None, "nothing says where sequences end"
+    end_rows, end_columns = micro.ends // length, micro.ends % length
+    ends_in_slice = (start <= end_columns) & (end_columns < start + each)
+    ends = torch.where(ends_in_slice, end_rows * each + end_columns - start, -1)
     facts = micro.packed, micro.max_seqlen, micro.pairs * (batching.cp_rank == 0), trained
     tensors = ids, places, micro.cu_seqlens, positions, micro.targets[in_slice]
-    return MicroBatch(*tensors, *facts, slices=batching.cp_size)
+    of_sequences = micro.counts, ends, micro.reference  # of whole sequences, on each slice
+    return MicroBatch(*tensors, *facts, *of_sequences, slices=batching.cp_size)

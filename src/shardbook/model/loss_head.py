@@ -68,9 +68,16 @@ class LossHead(nn.Linear):
 class ScoreHead(nn.Linear):
     """A reward model's head: hidden [n, hidden] -> scores [n], fp32. Takes what LossHead takes."""
 
+    # which of n scores pass a gradient on, where others have the same scores and gradients are summed; None: all do
+    share_of: Callable[[int], slice] | None = None
+
     def forward(self, hidden: Tensor, targets: Tensor, summed: bool = False) -> Tensor:  # type: ignore[override]
         # A copy: FSDP warns of a view, whose hook an operation in place would drop.
-        return F.linear(hidden, self.weight)[:, 0].to(torch.float32, copy=True)
+        scores = F.linear(hidden, self.weight)[:, 0].to(torch.float32, copy=True)
+        if self.share_of is None:
+            return scores
+        share = self.share_of(len(scores))
+        return torch.cat([scores[: share.start].detach(), scores[share], scores[share.stop :].detach()])
 
 
 class _ChunkedLoss(torch.autograd.Function):

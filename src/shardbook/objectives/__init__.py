@@ -11,13 +11,14 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from shardbook.data.loader import MicroBatch
+from shardbook.data.loader import Batching, MicroBatch
 from shardbook.data.tokenized import Totals
 from shardbook.objectives.distill import NLL_AND_KL, distill_terms
 from shardbook.objectives.preference import METRICS, preference_terms
 from shardbook.objectives.reward import METRICS as OF_REWARDS
 from shardbook.objectives.reward import reward_terms
 from shardbook.objectives.sft import sft_terms
+from shardbook.objectives.slices import SumSlices, of_one_slice
 from shardbook.recipe import Distill, Preference
 
 
@@ -25,13 +26,21 @@ from shardbook.recipe import Distill, Preference
 class Objective:
     """A loss. `terms` returns [1 + metrics] fp32: the loss, which alone has a gradient, then the metrics, in order."""
 
-    terms: Callable[[nn.Module, MicroBatch, Totals], Tensor]
+    terms: Callable[..., Tensor]  # (model, micro-batch, totals) and, where it is of `sequences`, sum_slices
     metrics: tuple[str, ...] = ()
     reference: bool = False  # micro-batches hold log-probabilities of the model before the first step
+    sequences: bool = False  # its terms are of whole sequences, not of tokens
 
-    def with_totals(self, totals: Totals) -> Callable[[nn.Module, MicroBatch], Tensor]:
-        """Returns `terms` with the `totals` of a step filled in."""
-        return lambda model, micro: self.terms(model, micro, totals)
+    def with_totals(
+        self, totals: Totals, sum_slices: SumSlices = of_one_slice
+    ) -> Callable[[nn.Module, MicroBatch], Tensor]:
+        """Returns `terms` with the `totals` of a step filled in, and the sum over slices of rows."""
+        more = {"sum_slices": sum_slices} if self.sequences else {}
+        return lambda model, micro: self.terms(model, micro, totals, **more)
+
+    def copies(self, batching: Batching) -> int:
+        """Returns how many ranks compute the same terms: those along tp and, where they are of sequences, along cp."""
+        return batching.tp_size * (batching.cp_size if self.sequences else 1)
 
     def add_up(self, terms: Iterable[Tensor], device: torch.device) -> Tensor:
         """Returns the sum of the `terms` of micro-batches, [1 + metrics] fp32."""
@@ -50,8 +59,8 @@ def build_objective(method: str, preference: Preference, teaching: Distill | Non
     if method == "sft":
         return Objective(sft_terms)
     if method == "reward":
-        return Objective(reward_terms, OF_REWARDS)
+        return Objective(reward_terms, OF_REWARDS, sequences=True)
     if method == "distill":
         return Objective(partial(distill_terms, teaching or Distill()), NLL_AND_KL)
     terms = partial(preference_terms, method, preference)
-    return Objective(terms, METRICS, method == "dpo" and preference.precompute_ref_log_probs)
+    return Objective(terms, METRICS, method == "dpo" and preference.precompute_ref_log_probs, sequences=True)

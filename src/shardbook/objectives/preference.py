@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from shardbook.data.loader import MicroBatch
 from shardbook.data.tokenized import Totals
 from shardbook.model.adapters import adapters_off
+from shardbook.objectives.slices import SumSlices, of_one_slice
 from shardbook.recipe import Preference
 
 METRICS = (
@@ -90,23 +91,33 @@ FREE: dict[str, Score] = {  # without a reference: they compare each answer's lo
 }
 
 
-def log_probabilities(model: nn.Module, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Returns the log-probability of each sequence's trained tokens and the number of these, both fp32 [sequences]."""
+def log_probabilities(
+    model: nn.Module, micro: MicroBatch, sum_slices: SumSlices = of_one_slice
+) -> tuple[Tensor, Tensor]:
+    """Returns the log-probability of each sequence's trained tokens and the number of these, both fp32 [sequences].
+    Without a sequence nothing is summed over slices."""
     losses, counts = model(micro), micro.counts
     assert counts is not None, "rows hold no pairs"
     if not micro.trained:
         return -losses.float(), counts
     # One row a sequence: so its sum has only its own numbers, and the same bits on a GPU every time.
-    return -pad_sequence(losses.float().split(micro.trained), batch_first=True).sum(1), counts
+    return sum_slices(-pad_sequence(losses.float().split(micro.trained), batch_first=True).sum(1)), counts
 
 
-def preference_terms(method: str, of: Preference, model: nn.Module, micro: MicroBatch, totals: Totals) -> Tensor:
+def preference_terms(
+    method: str,
+    of: Preference,
+    model: nn.Module,
+    micro: MicroBatch,
+    totals: Totals,
+    sum_slices: SumSlices = of_one_slice,
+) -> Tensor:
     """Returns the terms of the loss and of METRICS, over the pairs of the step."""
-    policy, counts = log_probabilities(model, micro)
+    policy, counts = log_probabilities(model, micro, sum_slices)
     if method in FREE:
         score, scores = FREE[method], policy / counts
     else:
-        score, scores = LOSSES[of.loss_type], policy - _reference(of, model, micro)
+        score, scores = LOSSES[of.loss_type], policy - _reference(of, model, micro, sum_slices)
     pairs = Pairs(scores[0::2], scores[1::2], counts[0::2], counts[1::2])
     loss = score(pairs, of).sum() / totals.examples
     if likelihood := 1.0 if method == "orpo" else of.rpo_alpha:
@@ -117,10 +128,10 @@ def preference_terms(method: str, of: Preference, model: nn.Module, micro: Micro
     return torch.stack([loss, *(each.sum() / totals.examples for each in metrics)])
 
 
-def _reference(of: Preference, model: nn.Module, micro: MicroBatch) -> Tensor:
+def _reference(of: Preference, model: nn.Module, micro: MicroBatch, sum_slices: SumSlices) -> Tensor:
     """Returns the reference's log-probabilities: computed before the first step, or by the base without adapters."""
     if micro.reference is not None:
         return micro.reference
     assert not of.precompute_ref_log_probs, "the reference was not computed"
     with torch.no_grad(), adapters_off(model):
-        return log_probabilities(model, micro)[0]
+        return log_probabilities(model, micro, sum_slices)[0]

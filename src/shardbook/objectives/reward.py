@@ -9,15 +9,18 @@ from torch import Tensor, nn
 
 from shardbook.data.loader import MicroBatch
 from shardbook.data.tokenized import Totals
+from shardbook.objectives.slices import SumSlices, of_one_slice
 
 METRICS = ("accuracy", "margin", "mean_reward")
 
 
-def reward_terms(model: nn.Module, micro: MicroBatch, totals: Totals) -> Tensor:
+def reward_terms(model: nn.Module, micro: MicroBatch, totals: Totals, sum_slices: SumSlices = of_one_slice) -> Tensor:
     """Returns the terms of the loss and of METRICS, over the pairs of the step. A sequence's score is read at its last
-    token, as transformers' sequence classification reads it."""
-    assert micro.ends is not None, "slices of rows have no last tokens"
-    scores: Tensor = model(replace(micro, positions=micro.ends))
+    token, as transformers' sequence classification reads it; a slice without that token adds zero."""
+    ends = micro.ends
+    assert ends is not None, "rows hold no sequences"
+    scores: Tensor = model(replace(micro, positions=ends.clamp(min=0)))
+    scores = sum_slices(scores.masked_fill(ends < 0, 0.0)) if micro.trained else scores
     chosen, rejected = scores[0::2], scores[1::2]
     margins = chosen - rejected
     shown = margins.detach()

@@ -12,7 +12,7 @@ from itertools import repeat
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from shardbook.axes import DP_REPLICATE, DP_SHARD
 from shardbook.comm.zeropp_collectives import QuantizedAllGather, QuantizedReduceScatter, share_secondary_mesh
 from shardbook.parallel.byte_gather import gather_bytes
-from shardbook.parallel.context import set_cp_group
+from shardbook.parallel.context import SumOverSlices, set_cp_group
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.mesh import build_node_mesh
 from shardbook.parallel.pass_monitor import PassMonitor
@@ -40,6 +40,7 @@ class ShardedModel:
     mesh: DeviceMesh | None = None  # set where it has an axis tp
     parts: "list[ShardedModel]" = field(default_factory=list)  # one for each chunk of layers, where there are several
     links: PipelineLinks | None = None  # to the neighbours along pp
+    cp_process_group: ProcessGroup | None = None  # the ranks that have slices of the same rows
     offloaded: Any = None  # memory/host_adamw.py's HostAdamW, where masters are not on the device
     is_last: bool = True  # the step's last micro-batch; True by default: a loop that never sets it always reduces
 
@@ -64,6 +65,10 @@ class ShardedModel:
     def chunks(self) -> "list[ShardedModel]":
         """The models that run by themselves: this one, or each of its parts."""
         return self.parts or [self]
+
+    def sum_slices(self, part: Tensor) -> Tensor:
+        """Returns the sum of the `part` [sequences] of every slice of this rank's rows, fp32. Collective along cp."""
+        return part if self.cp_process_group is None else SumOverSlices.apply(part, self.cp_process_group)
 
     def take_metrics(self) -> dict[str, float]:
         """Returns the metrics of traffic between device, host and disk; empty without offload."""
@@ -161,7 +166,7 @@ def apply_stage(model: nn.Module, layout: Layout, mesh: DeviceMesh, ours: bool =
     With two replicas of two shards (hsdp) ranks 0 and 2 both hold w0, ranks 1 and 3 both w1: gathers and reductions are
     among 0 and 1, and among 2 and 3; once a step gradients are summed among 0 and 2, and among 1 and 3.
     """
-    set_cp_group(model, layout)
+    cp_process_group = set_cp_group(model, layout)
     links = build_pipeline_links(model, layout, mesh)
     monitor = PassMonitor()  # one for all chunks: an error in one of them broke the whole model
     roots = [chunk.units[-1].modules[0] for chunk in layout.chunks]
@@ -174,10 +179,9 @@ def apply_stage(model: nn.Module, layout: Layout, mesh: DeviceMesh, ours: bool =
         monitor.follow(part.model, gathers=not part.replicated, end=part.fill_gradients)
     if ours and layout.shards > 1 and mesh.device_type == "cuda":
         separate_reductions(roots)
-    if len(parts) == 1:
-        parts[0].links = links
-        return parts[0]
-    return ShardedModel(model, layout, parts=parts, links=links)
+    sharded = parts[0] if len(parts) == 1 else ShardedModel(model, layout, parts=parts)
+    sharded.links, sharded.cp_process_group = links, cp_process_group
+    return sharded
 
 
 def _apply(

@@ -302,7 +302,10 @@ def apply_tensor_parallel(model: CausalLM, size: int, rank: int) -> None:
         hold_local_weights(block)
         gather_inputs(block.self_attn, block.mlp, tp_group)
     model.norm.register_forward_hook(lambda module, inputs, output: tp_group.all_gather(output))
-    make_vocabulary_parallel(model.head, VocabParallelHead, tp_group, is_tied=model.is_tied)
+    if model.scores:  # every rank has all scores, and gradients of what is before them are summed along tp
+        model.head.share_of = tp_group.share
+    else:
+        make_vocabulary_parallel(model.head, VocabParallelHead, tp_group, is_tied=model.is_tied)
     model.tie()
 
 

@@ -104,8 +104,10 @@ def count_activation_bytes(layout: Layout, config: PreTrainedConfig, recipe: Rec
     head, grad_hidden, after = outputs * hidden * trains_head, scored * hidden * itemsize, int(around.after.of(*size))
     loss = loss_bytes(scored, chunk, outputs, hidden, itemsize, trains_head, layout.teacher, every_output)
     forward, backward = sum(loss), grad_hidden + head * (FP32 + cast)
-    if recipe.recomputes_logits:  # gradients are made in backward
+    kept = loss[1] - grad_hidden  # gradients replace hidden states
+    if recipe.recomputes_logits:  # gradients are made in backward, of hidden states that are kept
         forward, backward = grad_hidden + chunk * outputs * (FP32 + cast), max(forward, backward)
+        kept = grad_hidden
     return ActivationBytes(
         blocks=tuple(tuple(bytes_of[kinds[number], number in again] for number in run) for run in runs),
         offloaded=stream * (recipe.offload.activations != "none"),
@@ -113,7 +115,7 @@ def count_activation_bytes(layout: Layout, config: PreTrainedConfig, recipe: Rec
         keeps_input=first.keeps_input,
         before_blocks=int(around.before.of(*size)) + BATCH * tokens,
         loss=after + forward,
-        loss_kept=after + loss[1] - grad_hidden,  # gradients replace hidden states
+        loss_kept=after + kept,
         loss_backward=after + backward,
         head_gradient=head * itemsize,
         norm=int(around.norm.of(*size)),

@@ -21,6 +21,7 @@ from shardbook.recipe import Recipe
 FP32 = 4
 LOSS_PART_BYTES = 3 * FP32  # of each trained token, by each rank: three numbers of its part of the logits
 DISTILLED = (5 * FP32, FP32)  # the same beside a teacher: five numbers, and then one
+SEQUENCE_BYTES = FP32  # of each answer of a pair: its log-probability or score
 
 Micros = Callable[[], Sequence[MicroBatch]]
 
@@ -34,33 +35,37 @@ def read_inside(
     if layout.tp_size == layout.cp_size == layout.pipeline.ranks == 1:
         return []
     if micros := micros_of() if micros_of else None:
-        return [_inside(layout, config, recipe, rank, m.input_ids.numel(), len(m.targets)) for m in micros]
+        sizes = [(m.input_ids.numel(), len(m.targets), len(m.trained)) for m in micros]
+        return [_inside(layout, config, recipe, rank, *size) for size in sizes]
     tokens, sequences = recipe.micro_tokens, recipe.micro_tokens // recipe.data.max_length
-    full = _inside(layout, config, recipe, rank, tokens // layout.cp_size, (tokens - sequences) // layout.cp_size)
-    return [full] * recipe.train.gradient_accumulation_steps
+    full = tokens // layout.cp_size, (tokens - sequences) // layout.cp_size, sequences
+    return [_inside(layout, config, recipe, rank, *full)] * recipe.train.gradient_accumulation_steps
 
 
 def _inside(
-    layout: Layout, config: PreTrainedConfig, recipe: Recipe, rank: int, tokens: int, trained: int
+    layout: Layout, config: PreTrainedConfig, recipe: Recipe, rank: int, tokens: int, trained: int, sequences: int
 ) -> BlockTraffic:
-    """Returns what a micro-batch of `tokens`, `trained` of them trained, sends.
+    """Returns what a micro-batch of `tokens`, `trained` of them trained, in so many `sequences`, sends.
 
     Along tp a block gathers tokens before attention and MLP and scatters after both, the embedding scatters, the last
     norm gathers; the loss gathers numbers, chunk by chunk. Along cp a block sends queries, keys and values, and
-    attention's result back. Backward goes the other way round. A recomputed block sends forward's again, but for its
-    last scatter, whose result is not needed.
+    attention's result back; a loss of pairs sums a number of each sequence. Backward goes the other way round. A
+    recomputed block sends forward's again, but for its last scatter, whose result is not needed.
     """
     tp_size, itemsize = layout.tp_size, layout.dtype("params").itemsize
     of_tokens, chunk = tokens * config.hidden_size * itemsize, recipe.train.loss_chunk_tokens or max(1, trained)
     gather, scatter = ((op, TP, of_tokens) for op in ("all_gather", "reduce_scatter")) if tp_size > 1 else ((), ())
     to_heads, to_seq, grad_to_heads, grad_to_seq = _exchanges(layout, config, rank, tokens * itemsize)
-    sizes = [min(chunk, trained - first) for first in range(0, trained, chunk)] if tp_size > 1 else []
+    has_logits = tp_size > 1 and recipe.method != "reward"  # a score is no part of a vocabulary
+    sizes = [min(chunk, trained - first) for first in range(0, trained, chunk)] if has_logits else []
     row_bytes: tuple[int, ...] = (LOSS_PART_BYTES,)
     beside: BlockTraffic | None = None
     if teacher := layout.teacher:
         row_bytes = (layout.share_of(teacher.vocab_size) * itemsize, *DISTILLED)  # its logits, gathered, before
-        beside = _inside(replace(layout, teacher=None), teacher, recipe, rank, tokens, 0)
+        beside = _inside(replace(layout, teacher=None), teacher, recipe, rank, tokens, 0, 0)
     loss_gathers = [("all_gather", TP, size * tp_size * each) for size in sizes for each in row_bytes]
+    is_summed = layout.cp_size > 1 and recipe.sequences > 1
+    slice_sum = ("all_reduce", layout.context_axis, sequences * SEQUENCE_BYTES) if is_summed else ()
 
     def sends(*each: Any) -> Collectives:
         return tuple(send for send in each if send)
@@ -75,7 +80,7 @@ def _inside(
             gather, gather, to_heads, to_seq, scatter, gather, scatter, gather, grad_to_seq, grad_to_heads, scatter
         ),
         embedding=(sends(scatter), sends(gather)),
-        loss=(sends(gather, *loss_gathers), sends(*loss_gathers * recipe.recomputes_logits, scatter)),
+        loss=(sends(gather, *loss_gathers, slice_sum), sends(*loss_gathers * recipe.recomputes_logits, scatter)),
         beside=beside,
         stream_bytes=of_tokens // tp_size,
     )

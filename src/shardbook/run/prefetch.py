@@ -58,7 +58,8 @@ class BatchPrefetcher:
         PROGRESS.mark("after its last micro-batch")
         waited = time.perf_counter() - began
         self._future = self._make()
-        wait = begin_sum(*count_totals(micros, self.loader.batching.sequences), *count_work(micros))
+        batching = self.loader.batching
+        wait = begin_sum(*count_totals(micros, batching.sequences, batching.cp_rank), *count_work(micros))
         self._prefetched = Prefetched(micros, error, waited, wait)
         self.flags.begin()
 

@@ -3,35 +3,33 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
 from tiny import config, said_by, write_recipe
 
 from shardbook.axes import CP, DP_REPLICATE, DP_SHARD, TP
-from shardbook.data.loader import Batching, build_micro_batch
+from shardbook.data.loader import Batching, build_micro_batch, count_totals
+from shardbook.data.tokenized import Totals
+from shardbook.objectives import build_objective
 from shardbook.parallel.context import apply_context_parallel, own_heads, partition_heads
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.library import shard_model
 from shardbook.parallel.mesh import DataRank, fold_sizes, resolve_sizes, unfold_sizes
 from shardbook.parallel.zeropp import read_switches
-from shardbook.recipe import STAGES, Parallel, Precision, find_stage, load_recipe
+from shardbook.recipe import STAGES, Parallel, Precision, Preference, find_stage, load_recipe
 
 BESIDE = {  # what a recipe may not have beside cp_size = 2, and what the error says
     "zeropp": (["parallel.stage=zeropp"], ["parallel.stage = 'zeropp'", "set parallel.stage=zero3"]),
     "qwZ": (["parallel.stage=hsdp", "parallel.quantize_weights=8"], ["a switch of ZeRO++", "leave parallel.quantize"]),
     "qgZ": (["parallel.quantize_gradients=[8, 4]"], ["a switch of ZeRO++", "leave parallel.quantize"]),
     "hpZ": (["parallel.stage=hsdp", "parallel.secondary_shard=2"], ["a switch of ZeRO++", "leave parallel.quantize"]),
-    "reward": (["method=reward"], ["method = 'reward'", "leave parallel.cp_size out"]),
     "distill": (["method=distill", "distill.teacher=somewhere"], ["method = 'distill'", "leave parallel.cp_size out"]),
     "eager": (["model.attention=eager"], ["model.attention = 'eager'", "set model.attention=sdpa"]),
     "length": (["data.max_length=127"], ["data.max_length = 127", "must be a multiple of 2"]),
     "both": (["parallel.tp_size=3"], ["parallel.tp_size = 3 and parallel.cp_size = 2", "must be a multiple of 6"]),
     "none": (["parallel.cp_size=0"], ["parallel.cp_size = 0", "greater than or equal to 1"]),
-}
-BESIDE |= {
-    method: ([f"method={method}"], [f"method = '{method}'", "leave parallel.cp_size out"])
-    for method in ("dpo", "orpo", "simpo")
 }
 
 
@@ -160,6 +158,77 @@ ROWS = {  # of a micro-batch, by document
     "no rows": ([], True),
     "no rows, not packed": ([], False),
 }
+
+
+PAIRS = [([50, 3], [1] * 53), ([97, 2], [0] * 40 + [1] * 57 + [0, 1]), ([10, 60], [0] * 9 + [1] + [0] * 59 + [1])]
+
+
+def slices_of_pairs(rows, packed: bool, slices: int):
+    """The micro-batch whole, and each slice, of pairs whose reference is known."""
+    ids = iter(range(1, 1000))
+    documents = [
+        {"input_ids": [next(ids) for _ in mask], "mask": [bool(x) for x in mask], "lengths": lengths}
+        for lengths, mask in PAIRS
+    ]
+    reference = np.arange(2 * len(PAIRS), dtype=np.float32).reshape(-1, 2)
+    encoded = Dataset.from_list(documents)
+    whole = Batching(192 if packed else None, 2, 0, 1, documents=2, multiple=64 * slices, sequences=2)
+    parts = [replace(whole, cp_rank=number, cp_size=slices) for number in range(slices)]
+    built = [build_micro_batch(encoded, rows, each, reference) for each in (whole, *parts)]
+    return built[0], built[1:]
+
+
+@pytest.mark.parametrize("slices", [2, 3, 4])
+@pytest.mark.parametrize("packed", [True, False])
+def test_slices_of_pairs_know_what_is_of_whole_answers(packed, slices):
+    whole, parts = slices_of_pairs([[0, 2], [1]] if packed else [[0], [1]], packed, slices)
+    length = whole.input_ids.shape[1]
+    each = length // slices
+    ends = torch.full_like(whole.ends, -1)
+    for number, part in enumerate(parts):
+        assert torch.equal(part.counts, whole.counts) and torch.equal(part.reference, whole.reference)
+        here = part.ends >= 0
+        assert (ends[here] == -1).all()  # each on one slice alone
+        ends[here] = (part.ends // each * length + number * each + part.ends % each)[here]
+        assert torch.equal(part.input_ids.flatten()[part.ends[here]], whole.input_ids.flatten()[whole.ends[here]])
+    assert torch.equal(ends, whole.ends)
+    counts = [count_totals([part], 2, number) for number, part in enumerate(parts)]
+    assert tuple(map(sum, zip(*counts, strict=True))) == count_totals([whole], 2)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("method", ["dpo", "orpo", "simpo", "reward"])
+def test_terms_of_slices_that_are_summed_are_those_of_whole_rows(packed, method):
+    """Each slice has all terms; of its own tokens' numbers it has the whole gradient, of others none."""
+    whole, parts = slices_of_pairs([[0, 2], [1]] if packed else [[0], [1]], packed, 3)
+    numbers = torch.linspace(-3, -0.1, whole.input_ids.numel()).view(whole.input_ids.shape)
+    totals, objective = Totals(100, 3, 50), build_objective(method, Preference(rpo_alpha=float(method == "dpo")))
+    each = whole.input_ids.shape[1] // 3
+    seen = [of[:, at : at + each] for of in [numbers] for at in (0, each, 2 * each)]
+
+    def model_of(tokens):
+        return lambda micro: (1 if method == "reward" else -1) * tokens.flatten()[micro.positions]
+
+    tokens = numbers.clone().requires_grad_()
+    terms = objective.with_totals(totals)(model_of(tokens), whole)
+    (gradient,) = torch.autograd.grad(terms[0], tokens)
+    gathered = list[torch.Tensor]()  # what each slice has of every answer
+
+    def note(part):
+        gathered.append(part.detach())
+        return part
+
+    for part, of in zip(parts, seen, strict=True):
+        objective.with_totals(totals, note)(model_of(of), part)
+    for part, of, own in zip(parts, seen, gradient.split(each, 1), strict=True):
+        tokens = of.clone().requires_grad_()
+
+        def sum_slices(own):
+            return own + (sum(gathered) - own).detach()
+
+        shares = objective.with_totals(totals, sum_slices)(model_of(tokens), part)
+        torch.testing.assert_close(shares, terms)
+        torch.testing.assert_close(torch.autograd.grad(shares[0], tokens)[0], own)
 
 
 def slices_of(rows, packed: bool, slices: int):

@@ -56,10 +56,6 @@ REFUSED = {  # a recipe's words, and what the error says
         ["parallel.pp_size = 4", "train.gradient_accumulation_steps = 6", "must be a multiple of 4"],
     ),
 }
-REFUSED |= {
-    method: ([TWO, f"method={method}"], [f"method = '{method}'", "leave parallel.pp_size out"])
-    for method in ("dpo", "orpo", "simpo", "reward")
-}
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -71,8 +71,8 @@ def bytes_of_stage(words, stage):
             for count in (few, recipe.train.gradient_accumulation_steps):
                 live.most = {}
                 micros = [simulate.full_rows(recipe, 1) for _ in range(count)]
-                objective = build_objective("sft", recipe.preference, recipe.distill)
-                loss = objective.with_totals(Totals(*count_totals(micros, 1)))
+                objective = build_objective(recipe.method, recipe.preference, recipe.distill)
+                loss = objective.with_totals(Totals(*count_totals(micros, recipe.sequences)))
                 run_step(sharded, micros, loss, torch.device("cpu"))
                 model.zero_grad()
             del state
@@ -98,6 +98,9 @@ CASES = [
         FEW,
         *INTERLEAVED,
     ),  # a chunk waits for its first backward
+    # of a pair's loss hidden states are kept, and no gradient of the head
+    ("method=dpo", "parallel.stage=zero1", "activation.checkpointing=full", "parallel.pipeline_schedule=gpipe", FEW),
+    ("method=reward", "parallel.stage=zero2", "activation.checkpointing=full", FEW),
 ]
 
 

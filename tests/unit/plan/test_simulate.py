@@ -259,6 +259,11 @@ def test_activations_are_split_with_the_matrices(apart, ranks):
                 ("zero3", "none", 1, 3, 16, ("parallel.cp_size=2", "precision.params=fp32", *LONG)),
                 ("zero3", "full", 1, 4, 16, ("parallel.cp_size=2", "parallel.tp_size=4", *LONG)),
                 ("zero3", "selective", 1, 4, 16, ("parallel.cp_size=4", "parallel.tp_size=2", *LONG)),
+                # pairs
+                ("zero3", "full", 1, 6, 16, ("parallel.cp_size=2", "method=dpo", *LONG)),
+                ("ddp", "none", 2, 3, 16, ("parallel.cp_size=4", "method=reward", *LONG)),
+                ("zero3", "none", 1, 3, 16, ("parallel.tp_size=2", "method=reward")),
+                ("zero1", "full", 2, 3, 8, ("parallel.tp_size=4", "parallel.cp_size=2", "method=reward", *LONG)),
                 ("ddp", "none", 1, 8, 16, ("parallel.cp_size=2", "model.path=smollm2-135m")),
                 ("zero3", "full", 1, 4, 16, ("parallel.cp_size=4", "model.path=smollm2-135m")),
                 ("zero3", "none", 1, 4, 32, ("parallel.cp_size=16", "model.path=llama-3.2-1b")),

@@ -226,7 +226,7 @@ TENSOR = {  # what does not go with tensor parallel, and the way out
     ("parallel.stage=zeropp",): "set parallel.stage=zero3",
     ("parallel.stage=hsdp", "parallel.secondary_shard=2"): "leave parallel.quantize_weights",
     ("lora.r=4",): "leave one of the two out",
-    ("method=reward",): "leave parallel.tp_size out",
+    ("method=distill", "distill.teacher=somewhere"): "leave parallel.tp_size out",
     ("generate.steps=5",): "set generate.steps=0",
     ("offload.optimizer=cpu",): "set offload.optimizer=none",
     ("optim.name=muon",): "set optim.name=adamw",
@@ -246,7 +246,7 @@ def test_what_does_not_compose_with_tensor_parallel_exits_2(file, words, capsys)
 CONTEXT = {  # and with context parallel
     ("parallel.stage=zeropp",): "set parallel.stage=zero3",
     ("parallel.stage=hsdp", "parallel.secondary_shard=2"): "leave parallel.quantize_weights",
-    ("method=dpo",): "leave parallel.cp_size out",
+    ("method=distill", "distill.teacher=somewhere"): "leave parallel.cp_size out",
     ("model.attention=eager",): "set model.attention=sdpa",
     ("generate.steps=5",): "set generate.steps=0",
 }
@@ -264,8 +264,7 @@ PIPELINE = {  # and with pipeline parallel
     ("parallel.stage=zeropp",): "set parallel.stage=zero3",
     ("parallel.stage=hsdp", "parallel.secondary_shard=2"): "leave parallel.quantize_weights",
     ("lora.r=4",): "leave one of the two out",
-    ("method=dpo",): "leave parallel.pp_size out",
-    ("method=reward",): "leave parallel.pp_size out",
+    ("method=distill", "distill.teacher=somewhere"): "leave parallel.pp_size out",
     ("generate.steps=5",): "set generate.steps=0",
     ("optim.name=muon",): "set optim.name=adamw",
     ("offload.optimizer=cpu",): "leave [offload] out",

@@ -40,10 +40,11 @@ def evaluate(
     sharded: ShardedModel, objective: Objective, held_out: Documents, batching: Batching, ranks: Ranks
 ) -> Metrics:
     """Returns the loss and metrics of all `held_out` rows, over all ranks. Collective."""
-    model, loss_function = sharded.model.eval(), objective.with_totals(held_out.totals)
+    model, loss_function = sharded.model.eval(), objective.with_totals(held_out.totals, sharded.sum_slices)
     micros = mark_each(eval_micro_batches(held_out, batching), "held-out micro-batch")
     terms = (run_forward(sharded, micro, loss_function, ranks.device) for micro in micros)
     sums = objective.add_up(terms, ranks.device)
     sharded.reshard()
     model.train()
-    return dict(zip(objective.names("eval"), sum_over_ranks(*(sums / batching.tp_size).tolist()), strict=True))
+    shared = sums / objective.copies(batching)
+    return dict(zip(objective.names("eval"), sum_over_ranks(*shared.tolist()), strict=True))

@@ -14,12 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from shardbook.data.loader import eval_micro_batches, eval_rows
+from shardbook.data.loader import MicroBatch, eval_micro_batches, eval_rows
 from shardbook.data.tokenized import Documents, Row
 from shardbook.model.adapters import weights_identity
 from shardbook.objectives.preference import log_probabilities
 from shardbook.parallel.sharding import ShardedModel
+from shardbook.parallel.step import run_forward
 from shardbook.paths import write_whole
 from shardbook.ranks.distributed import Ranks, broadcast_from_main, sum_over_ranks
 from shardbook.ranks.signals import StopFlag
@@ -102,19 +104,24 @@ class Reference:
     @torch.no_grad()
     def _compute(self, documents: Documents, sharded: ShardedModel) -> np.ndarray:
         """Returns log-probabilities, fp32 [encoded, sequences]; infinite for a document in no row."""
-        batching, device = self.loader.batching, self.ranks.device
+        batching, device, pipeline = self.loader.batching, self.ranks.device, sharded.layout.pipeline
         logps = torch.full((len(documents.encoded), batching.sequences), torch.inf)
+
+        def loss_function(model: Any, micro: MicroBatch) -> Tensor:
+            return log_probabilities(model, micro, sharded.sum_slices)[0]
+
         model, every = sharded.model.eval(), eval_rows(documents, batching)
         for rows, micro in zip(every, eval_micro_batches(documents, batching), strict=True):
             self.stopped = sum_over_ranks(self.stop.asked)[0] > 0
             if self.stopped:
                 break
-            summed, _ = log_probabilities(model, micro.to(device))
-            logps[[document for row in rows for document in row]] = summed.view(-1, batching.sequences).cpu()
+            summed = run_forward(sharded, micro, loss_function, device)
+            if pipeline.has_last_pp_stage:  # what other stages return is no log-probability
+                logps[[document for row in rows for document in row]] = summed.view(-1, batching.sequences).cpu()
         sharded.reshard()
         model.train()
         logps = logps.to(device)
-        dist.all_reduce(logps, dist.ReduceOp.MIN)  # each document is finite on one data-parallel rank
+        dist.all_reduce(logps, dist.ReduceOp.MIN)  # each document is finite on the ranks that computed its loss
         return logps.cpu().numpy()
 
     def attach(self) -> Documents | None:

@@ -107,6 +107,7 @@ def build_log(folder, metrics=(), **train):
         config=None,
         loader=Rows(),
         objective=objective,
+        batching=SimpleNamespace(tp_size=1, cp_size=1),
         flops=Flops(1, 1),
         forecast={},
         steps=5,
