@@ -4,6 +4,7 @@ Invariant: as events.py, whose list of a step has them between the all-gathers a
 """
 
 from collections.abc import Callable, Sequence
+from itertools import compress, takewhile
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -57,19 +58,36 @@ def _inside(
     def sends(*each: Any) -> Collectives:
         return tuple(send for send in each if send)
 
+    again = gather, to_heads, to_seq, scatter, gather  # of a block that runs again: all but its last scatter
+    # the gradient of a block's last result; that of the MLP's input, and of attention's result; of heads; of the input
+    ends = (gather,), (scatter, gather), (grad_to_seq, grad_to_heads), (scatter,)
+    reached = gradients_of_first(layout)
+    first = [send for each in compress(ends, reached) for send in each]
+    backward = [send for each in ends for send in each]
     return BlockTraffic(
         layers=config.num_hidden_layers,
         recomputed=frozenset(recipe.activation.recomputed(list(range(config.num_hidden_layers)))),
         forward=sends(gather, to_heads, to_seq, scatter, gather, scatter),
-        backward=sends(gather, scatter, gather, grad_to_seq, grad_to_heads, scatter),
+        backward=sends(*backward),
         # the gradient of the last result comes before what is recomputed
-        recompute=sends(
-            gather, gather, to_heads, to_seq, scatter, gather, scatter, gather, grad_to_seq, grad_to_heads, scatter
-        ),
-        embedding=(sends(scatter), sends(gather)),
+        recompute=sends(backward[0], *again, *backward[1:]),
+        first=(sends(*first), sends(first[0], *again, *first[1:])),
+        embedding=(sends(scatter), sends(gather) if reached[-1] else ()),
         loss=(sends(gather, *loss_gathers), sends(*loss_gathers * recipe.recomputes_logits, scatter)),
         stream_bytes=of_tokens // tp_size,
     )
+
+
+def gradients_of_first(layout: Layout) -> tuple[bool, bool, bool, bool]:
+    """Returns which gradients the backward of the model's first block computes: of its last result, of attention's
+    result, of heads, of its input. With adapters no gradient goes through what lies before the first of them."""
+    names = list(takewhile(lambda name: ".1." not in name, layout.placements))
+    trained = {name for name in names if layout.placements[name].trained}
+    outer = set(takewhile(lambda name: ".0." not in name, names))
+    attention = {name for name in trained - outer if "self_attn" in name}
+    of_input = bool(trained & outer)
+    of_heads = of_input or any("o_proj" not in name for name in attention)
+    return True, of_heads or bool(attention), of_heads, of_input
 
 
 def _exchanges(layout: Layout, config: PreTrainedConfig, rank: int, token_bytes: int) -> list[Any]:
