@@ -17,12 +17,16 @@ from cases import (
     assert_case,
     assert_events,
     assert_exact_bytes,
+    assert_parity,
     outcomes_of,
     relative_error,
     run_cases,
 )
+from pairs import DIFFERENCE
 from safetensors.torch import load_file
 from tensor_cases import THIRDS
+from tiny import write_pairs
+from traced import traced
 from world import losses, run_train, run_world, train_rank
 
 from shardbook.local_tensors import local_part
@@ -289,6 +293,34 @@ def test_a_planted_bug_turns_it_red(bug, recipe, models, adapters, tmp_path):
     with pytest.raises(AssertionError, match=r"e-|losses|gradient|drifted"):
         want = train_adapted(plain_model(models, kind), adapters / kind, recipe, models, case)
         assert_case(case, outcomes_of(case, tmp_path), want)
+
+
+PAIRS = ("method=dpo", "data.max_length=96", "lora.r=4", "lora.lora_alpha=8", "optim.learning_rate=1e-3")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [(), ("preference.precompute_ref_log_probs=false",)], ids=["before", "in each step"])
+def test_preferences_are_those_of_one_process(words, recipe, tmp_path):
+    """The reference is the base without its adapters, in each step or before the first."""
+    file, split = write_pairs(tmp_path / "pairs.jsonl", 24), ["parallel.tp_size=2"]
+    more = (*PAIRS, *words, f"data.train={file}", "train.steps=3", "train.gradient_accumulation_steps=2")
+    one, two = (run_train(world, recipe, f"dpo-{len(words)}-{world}", *more, *split[: world - 1]) for world in (1, 2))
+    assert losses(two) == pytest.approx(losses(one), rel=DIFFERENCE) and losses(one)[2] != losses(one)[0]
+    assert max(relative_error(w, trained_of(one)[name]) for name, w in trained_of(two).items()) < 10 * DIFFERENCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["all", "dora"])
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"pp": 2}], ids=str)
+def test_compiled_it_is_the_same(axes, kind, recipe, models, adapters, tmp_path):
+    cases = []
+    for words in ((), ("train.compile=true",)):
+        _, plain = of(kind, "zero3", 1, 1, 2, clips=True, checkpointing="full", extra=words, **axes)
+        cases.append(adapted(kind, plain, adapters))
+    assert run_world(2, traced, run_cases, recipe, models, cases, tmp_path) == [[], []]
+    plain, compiled = [outcomes_of(case, tmp_path) for case in cases]
+    assert_parity(compiled[0].result, plain[0].result)
+    assert_exact_bytes(compiled)
 
 
 FIRST = {  # what of the first block has adapters: its backward sends the less the later the first of them is

@@ -20,6 +20,7 @@ from cases import (
     same_bits,
 )
 from tiny import write_model
+from traced import traced
 from world import losses, run_train, run_world
 
 peft = pytest.importorskip("peft")
@@ -41,7 +42,7 @@ DORA = ALL | {"target_modules": ["q_proj", "up_proj"], "use_dora": True}
 SAVED = SOME | {"modules_to_save": ["lm_head"]}
 KINDS = {"all": (ALL, "model"), "some": (SOME, "three"), "three": (ALL, "three"), "dora": (DORA, "untied")}
 KINDS |= {"saved": (SAVED, "untied"), "deep": (ALL, "deep"), "biased": (ALL, "biased")}
-KINDS |= {"three-dora": (ALL | {"target_modules": ["k_proj", "q_proj"], "use_dora": True}, "three")}
+KINDS |= {"three-dora": (ALL | {"target_modules": ["k_proj", "q_proj", "up_proj"], "use_dora": True}, "three")}
 FOUR, DOUBLE = "model.load_in_4bit=true", "model.bnb_4bit_use_double_quant=true"
 
 
@@ -129,6 +130,11 @@ def bytes_of(result) -> dict[str, torch.Tensor]:
     return {name: w for name, w in result.weights.items() if name.endswith(("weight_packed", "weight_absmax"))}
 
 
+def without_bytes(result: reference.Result) -> reference.Result:
+    weights = {name: weight for name, weight in result.weights.items() if name not in bytes_of(result)}
+    return dataclasses.replace(result, weights=weights)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [(), (DOUBLE,), (DOUBLE, "precision.params=bf16")], ids=" ".join)
 @pytest.mark.parametrize("kind", ["all", "three"])
@@ -146,11 +152,20 @@ def test_the_bytes_are_those_of_one_process(layout, kind, words, recipe, base, a
     assert all(equal_bytes(value, bytes_of(found[0].result)[name]) for name, value in bytes_of(want).items())
     assert_exact_bytes(found)
     if "precision.params=bf16" not in words:
-        numbers = [
-            dataclasses.replace(r, weights={n: w for n, w in r.weights.items() if n not in bytes_of(r)})
-            for r in (found[0].result, want)
-        ]
+        numbers = [without_bytes(result) for result in (found[0].result, want)]
         assert_parity(*numbers, TOLERANCE * (4 if case.pp > 1 < case.tp else 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"pp": 2}], ids=str)
+def test_compiled_it_is_the_same(axes, recipe, base, adapters, tmp_path):
+    how = {"clips": True, "checkpointing": "full"} | axes
+    cases = [of("all", adapters, "zero3", 1, 1, 2, words=words, **how) for words in ((), ("train.compile=true",))]
+    assert run_world(2, traced, run_cases, recipe, base, cases, tmp_path) == [[], []]
+    plain, compiled = [outcomes_of(case, tmp_path) for case in cases]
+    numbers = [without_bytes(found[0].result) for found in (compiled, plain)]
+    assert_parity(*numbers)
+    assert_exact_bytes(compiled)
 
 
 def under_cudas_rule(*given):
@@ -174,8 +189,9 @@ def test_bytes_arrive_where_copies_know_only_one_nan(recipe, base, adapters, tmp
         case = of("all", adapters, "zero3", 1, 2, 2, words=(*words, "precision.params=bf16"), tp=2)
         results = []
         for run in (run_cases, under_cudas_rule):
-            assert run_world(4, run, recipe, base, [case], tmp_path) == [[]] * 4
-            results.append(outcomes_of(case, tmp_path)[0].result)
+            (folder := tmp_path / f"{run.__name__}-{len(words)}").mkdir()
+            assert run_world(4, run, recipe, base, [case], folder) == [[]] * 4
+            results.append(outcomes_of(case, folder)[0].result)
         assert same_bits(*results)
 
 

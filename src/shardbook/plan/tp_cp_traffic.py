@@ -113,8 +113,8 @@ def describe_sharing(layout: Layout) -> str:
     if layout.tp_size == 1:
         return ""
     sentence = f"{layout.tp_size} ranks share matrices, and tokens between them"
-    each = (both for unit in layout.units for both in zip(unit.is_block_matrix, unit.tp_sharded, strict=True))
-    if any(is_matrix and not is_sharded for is_matrix, is_sharded in each):
+    keys = (each for name, each in layout.placements.items() if "self_attn.k_proj.weight" in name)
+    if any(each.tp_dim is None for each in keys):
         sentence += "; heads do not divide, so attention has matrices that stay whole on each"
     if layout.tp_size > (node := layout.ranks_per_node):
         sentence += f"; slow: a node has {node} ranks, and what they send in every block goes between nodes"
