@@ -29,6 +29,7 @@ from shardbook.recipe import Recipe, RecipeError
 from shardbook.run.build import allocate_state, build_sharded
 from shardbook.run.checkpoint.format import newest_checkpoint, step_of
 from shardbook.run.checkpoint.load import load_checkpoint
+from shardbook.run.checkpoint.save import kept_shapes
 from shardbook.run.directory import first_day, read_facts
 from shardbook.run.eval.model import describe_rows, evaluation_recipe
 from shardbook.run.eval.observer import evaluate
@@ -97,9 +98,9 @@ def _load_export(run: Path, job: Job, sharded: ShardedModel) -> str:
     if not export.is_dir():
         raise RecipeError(f"{run}: has no checkpoint and no export; name a run with one, or a model")
     if job.recipe.lora.r:
-        load_adapter(job.model, export, job.recipe.lora, job.folder)
+        load_adapter(job.model, export, job.recipe.lora, job.folder, kept_shapes(sharded.layout, job.model))
     else:
-        load_weights(sharded.masters, export, sharded.layout.full_shapes)
+        load_weights(sharded.masters, export, sharded.layout.file_shapes)
     return str(export)
 
 

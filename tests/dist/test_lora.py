@@ -274,8 +274,8 @@ def swapped_in_export():
 
     right = export.full_trained
 
-    def swapped(model):
-        for name, tensor in right(model):
+    def swapped(*given):
+        for name, tensor in right(*given):
             other = {"lora_A": "lora_B", "lora_B": "lora_A"}
             word = next((word for word in other if word in name), None)
             yield (name.replace(word, other[word]), tensor.T) if word else (name, tensor)

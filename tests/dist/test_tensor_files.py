@@ -248,7 +248,7 @@ def draws_by_own_place(words):
     """Planted bug: weights begin as their place among those of the rank says, so two stages begin alike."""
     from shardbook.run import start
 
-    def init_weights(model, *given, full_shapes, **named):
+    def init_weights(model, *given, file_shapes, **named):
         real(model, *given, **named)
 
     real, start.init_weights = start.init_weights, init_weights

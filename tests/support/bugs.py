@@ -278,13 +278,13 @@ def uncut_gradients_summed_twice():
 def gathered_tokens_sliced_in_backward():
     """Each rank keeps of a gradient its own tokens' part, and not the other ranks' summands. Loss exact, gradient 0.78
     off."""
-    from shardbook.parallel import tensor
+    from shardbook.comm import collectives
 
     def backward(ctx, grad_output):
         each = grad_output.shape[1] // ctx.ranks.size
         return grad_output[:, ctx.ranks.tp_rank * each :][:, :each].contiguous(), None
 
-    tensor.AllGatherTokens.backward = staticmethod(backward)
+    collectives.AllGatherTokens.backward = staticmethod(backward)
 
 
 @planted_in("zero3", 1, 2, clips=True, tp=2)

@@ -305,7 +305,8 @@ def joined(each: list[dict[str, Part]], stages: int) -> dict[str, Tensor]:
 
     def agreed(name: str, tensors: list[Tensor]) -> Tensor:
         for other in tensors[1:]:
-            assert torch.equal(tensors[0], other), f"{name} is not the same on two ranks"
+            is_same = torch.equal(tensors[0], other) or equal_bytes(tensors[0], other)
+            assert is_same, f"{name} is not the same on two ranks"
         return tensors[0]
 
     found: dict[str, dict[int, Tensor]] = {}  # of each name by the first of the ranks that have it together
@@ -465,7 +466,7 @@ def expected_traffic(
     0; with tp the units have its parts, and `rows` are the first step's. Ranks along cp split one copy like others, or
     where nothing is split hold copies."""
     shapes = shapes if case.pp == 1 else stage_of(case, shapes)
-    sums = {} if case.tp == 1 else tensor_traffic(case, shapes, rows)
+    sums = {} if case.tp == 1 else tensor_traffic(case, shapes, rows, any("embed" in name for name in trained))
     replicas, n = case.replicas, case.shards
     replicas, n = (replicas * case.cp, n) if case.stage == "ddp" else (replicas, n * case.cp)
     parts = {name: part_of(name, shapes, case.tp) for name in shapes}
@@ -496,8 +497,10 @@ def expected_traffic(
         is_whole = n == case.tp == 1 and "offload.optimizer" not in " ".join(case.extra)
         found["all_reduce", "dp_replicate"] = (case.chunks if is_whole else len(summed), padded // n)
     if case.tp > 1:  # gradients of what is not cut, of this rank's shards; and the norm
-        uncut = padded_bytes([shape for name, shape in shapes.items() if parts[name] == shape]) // n
-        found |= sums | {("all_reduce", "tp"): (1 + case.chunks, uncut + 8)}
+        whole = [shape for name, shape in shapes.items() if parts[name] == shape and name in trained]
+        uncut = padded_bytes(whole) // n
+        is_cut = any(parts[name] != shapes[name] for name in trained & shapes.keys())
+        found |= sums | {("all_reduce", "tp"): (is_cut + case.chunks, uncut + 8 * is_cut)}
     if case.cp > 1:  # by the name of the whole axis, where that is all of it
         joined, size = ("dp_replicate", replicas) if case.stage == "ddp" else ("dp_shard", n)
         axis = joined if size == case.cp else "cp"
@@ -509,7 +512,7 @@ def expected_traffic(
     if case.pp > 1:
         embedding = parts["model.embed_tokens.weight"]
         found["all_reduce", "pp"] = 1, 8  # the norm
-        if case.tied:
+        if case.tied and "model.embed_tokens.weight" in trained:
             axis = "pp" if case.pp == 2 else "pp_ends"
             calls, size = found.get(("all_reduce", axis), (0, 0))
             found["all_reduce", axis] = calls + 1, size + 4 * -(-embedding[0] // n) * embedding[1]
@@ -552,7 +555,11 @@ def part_of(name: str, shapes: dict[str, torch.Size], tp: int) -> torch.Size:
     widens some rows, of what narrows some columns; of projections none where heads do not divide."""
     if tp == 1:
         return shapes[name]
-    shape, kind = list(shapes[name]), name.split(".")[-2]
+    shape, kind = list(shapes[name]), name.partition(".lora_")[0].removesuffix(".weight").split(".")[-1]
+    kind = kind if "lora" in name else name.split(".")[-2]
+    narrows = kind in ("o_proj", "down_proj")
+    if "lora_A" in name if not narrows else "lora_B" in name:
+        return torch.Size(shape)
     layer = name[: name.index("self_attn")] if "self_attn" in name else ""
     if layer:
         heads, key_heads = (shapes[f"{layer}self_attn.{each}_proj.weight"][0] // HEAD for each in "qk")
@@ -561,16 +568,19 @@ def part_of(name: str, shapes: dict[str, torch.Size], tp: int) -> torch.Size:
             return torch.Size(shape)
     if kind in ("embed_tokens", "lm_head", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):
         shape[0] = -(-shape[0] // tp)
-    elif kind in ("o_proj", "down_proj") and len(shape) == 2:
+    elif narrows and len(shape) == 2:
         shape[1] = -(-shape[1] // tp)
     return torch.Size(shape)
 
 
-def tensor_traffic(case: Case, shapes: dict[str, torch.Size], rows: list[reference.Row]) -> dict:
+def tensor_traffic(
+    case: Case, shapes: dict[str, torch.Size], rows: list[reference.Row], embedding_is_trained: bool = True
+) -> dict:
     """What moves along tp in a step but for its end: tokens of every rank, [B * L, hidden] in fp32, gathered before
     attention and MLP and summed after them, in backward the other way round; the embedding's result is summed, what
     the last norm gives gathered. Of a block that runs again both gathers, and of its sums not the last. And for each
-    trained token three numbers of each rank."""
+    trained token three numbers of each rank. With adapters in the first block's attention, and none before, neither its
+    input nor the embedding's result has a gradient."""
     numbers = {int(name.split(".")[2]) for name in shapes if ".layers." in name}
     kind, _, every = case.checkpointing.partition(":")
     layers, again = len(numbers), 0 if kind == "none" else sum(number % int(every or 1) == 0 for number in numbers)
@@ -583,7 +593,9 @@ def tensor_traffic(case: Case, shapes: dict[str, torch.Size], rows: list[referen
         tokens = many * length // case.cp * shapes["model.embed_tokens.weight"][1] * 4
         # where losses have slopes of their own, logits are made again; of a score there are none
         scored = 0 if case.said("method", "sft") == "reward" else 1 + pairs
-        for total, calls in ((gathered, 4 * layers + 2 * again + outer), (scattered, 4 * layers + again + outer)):
+        frozen = not embedding_is_trained
+        both = (gathered, 4 * layers + 2 * again + outer - frozen), (scattered, 4 * layers + again + outer - frozen)
+        for total, calls in both:
             total[0] += calls
             total[1] += calls * tokens
         if case.pp == 1:

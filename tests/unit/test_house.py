@@ -329,10 +329,10 @@ KNOWN_IN = {
     r"(^|_)cp(_|$)|^CP(_|$|Group)|context_parallel": 23,
     r"(^|_)pp(_|$)|^PP(_|$)|pipeline": 35,
     r"offload": 23,
-    r"lora|adapter": 25,
+    r"lora|adapter": 26,
     r"distill|teacher": 21,
     r"zeropp|quantize_(weights|gradients)|secondary": 13,
-    r"nf4|4bit": 8,
+    r"nf4|4bit": 9,
 }
 
 

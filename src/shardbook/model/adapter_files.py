@@ -14,13 +14,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto import modeling_auto as tables
 
+from shardbook.boxes import local_box
+from shardbook.local_tensors import local_part
 from shardbook.model.adapters import kept_parameters
 from shardbook.model.causal_lm import CausalLM
-from shardbook.model.weights import HIGH, LOW, MAGNITUDE, SCORE, local_rows
+from shardbook.model.weights import HIGH, LOW, MAGNITUDE, SCORE, Shapes, full_tensors
 from shardbook.paths import whole_directory
 from shardbook.recipe import Lora, RecipeError, first_line
 from shardbook.terminal import print_line
@@ -71,9 +72,10 @@ def find_peft_names(model: CausalLM, folder: Path) -> PeftNames:
     return plain if base_in_files is None else PeftNames(*kind, (base, base_in_files), blocks)
 
 
-def load_adapter(model: CausalLM, folder: Path, lora: Lora, base: Path) -> None:
+def load_adapter(model: CausalLM, folder: Path, lora: Lora, base: Path, kept_shapes: Shapes | None = None) -> None:
     """Fills the trained parameters of a model, whose base `base` is the directory of, from a directory as peft writes
-    it. Raises RecipeError where the two do not fit."""
+    it. `kept_shapes`: of the trained parameters of the whole model, of which `model` may have a part. Raises
+    RecipeError where the two do not fit."""
     setting = f"lora.adapter = {str(folder)!r}"
     try:
         settings = json.loads((folder / CONFIG).read_text())
@@ -90,17 +92,18 @@ def load_adapter(model: CausalLM, folder: Path, lora: Lora, base: Path) -> None:
             way_out = "merge it into its base with peft (merge_and_unload), and set model.path to that"
             raise RecipeError(f"{setting}: has {key} = {settings[key]!r}, which is not read here; {way_out}")
     names = find_peft_names(model, base)
-    wanted = {PREFIX + names.in_files(name): parameter for name, parameter in kept_parameters(model).items()}
+    parameters = kept_parameters(model)
+    shapes = kept_shapes or {name: parameter.shape for name, parameter in parameters.items()}
+    wanted = {PREFIX + names.in_files(name): list(shape) for name, shape in shapes.items()}
     problems = [f"missing {name}" for name in wanted.keys() - stored.keys()]
     problems += [f"unexpected {name}" for name in stored.keys() - wanted.keys()]
-    both = ((name, stored[name].shape, wanted[name].shape) for name in wanted.keys() & stored.keys())
-    problems += [f"{name} has shape {list(shape)}" for name, shape, fitting in both if shape != fitting]
+    both = ((name, list(stored[name].shape), wanted[name]) for name in wanted.keys() & stored.keys())
+    problems += [f"{name} has shape {shape}" for name, shape, fitting in both if shape != fitting]
     if problems:
         raise RecipeError(f"{setting}: does not fit ({len(problems)} tensors: {'; '.join(sorted(problems)[:3])})")
-    for name, parameter in wanted.items():
-        local, rows = local_rows(parameter)
-        with torch.no_grad():
-            local.copy_(stored[name][rows])
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            local_part(parameter).copy_(stored[PREFIX + names.in_files(name)][local_box(parameter).slices])
 
 
 def adapter_config(
@@ -140,11 +143,10 @@ def merge(weight: Tensor, low: Tensor, high: Tensor, magnitude: Tensor | None, l
     return merged * (magnitude.float() / torch.linalg.vector_norm(merged, dim=1))[:, None]
 
 
-def full_trained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields `(name, full tensor in fp32)` of each trained parameter, one at a time. Collective."""
-    for name, parameter in kept_parameters(model).items():
-        value = parameter.detach().float()
-        yield name, value.full_tensor() if isinstance(value, DTensor) else value
+def full_trained(model: nn.Module, kept_shapes: Shapes | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Yields `(name, full tensor in fp32)` of each trained parameter, one at a time. `kept_shapes`: of those of the
+    whole model, which rank 0 gets where every rank has a part of them. Collective."""
+    return full_tensors(model, "fp32", kept_shapes, kept_parameters(model))
 
 
 def save_adapter(

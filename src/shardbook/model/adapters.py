@@ -19,6 +19,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardbook.boxes import local_box
+from shardbook.local_tensors import local_part
 from shardbook.model.blocks import copy_module
 from shardbook.model.causal_lm import CausalLM
 from shardbook.model.nf4 import PackedLinear, pack_module, packed_product, unpacked_weight
@@ -49,12 +51,16 @@ class LoraLinear(nn.Linear):
         self.register_parameter(MAGNITUDE, magnitude)
 
     def forward(self, input: Tensor) -> Tensor:
+        return self.compute(input, self.bias)
+
+    def compute(self, input: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Returns what base and update make of `input`, plus `bias`."""
         if not self.is_on:
-            return self.product(input, self.bias)
+            return self.product(input, bias)
         if self.lora_magnitude_vector is not None:
-            return self._decomposed(input, self.lora_magnitude_vector)
+            return self._decomposed(input, bias)
         low = self.lora_A(F.dropout(input, self.dropout, self.training)) * self.scaling
-        return self.product(input, self.bias) + self.lora_B(low)
+        return self.product(input, bias) + self.lora_B(low)
 
     def product(self, input: Tensor, bias: Tensor | None = None) -> Tensor:
         """Returns the base's output for `input`."""
@@ -64,13 +70,17 @@ class LoraLinear(nn.Linear):
         """Returns this rank's rows of the base's weight, or all of them where it is gathered."""
         return local_rows(self.weight)[0].to(dtype)
 
-    def _decomposed(self, input: Tensor, magnitude: Tensor) -> Tensor:
+    def _decomposed(self, input: Tensor, bias: Tensor | None) -> Tensor:
         kept = F.dropout(input, self.dropout, self.training)
-        scale = magnitude / self.row_norms()
+        scale = self.magnitude() / self.row_norms()
         plain = self.product(input)
         shown = plain if kept is input else self.product(kept)
         out = plain + (scale - 1) * shown + scale * self.lora_B(self.lora_A(kept)) * self.scaling
-        return out if self.bias is None else out + self.bias
+        return out if bias is None else out + bias
+
+    def magnitude(self) -> Tensor:
+        assert self.lora_magnitude_vector is not None, "no DoRA"
+        return self.lora_magnitude_vector
 
     @torch.no_grad()
     def row_norms(self) -> Tensor:
@@ -215,18 +225,18 @@ def init_adapters(model: nn.Module, seed: int) -> None:
     """Fills adapters: A uniform within 1 / sqrt(in), B zero, magnitudes the rows' norms, so that the update begins at
     zero, as peft's does. The base must be loaded before.
 
-    A pure function of (seed, name, device type): full tensors are drawn, and each rank keeps its rows.
+    A pure function of (seed, name, device type): full tensors are drawn, and each rank keeps its part.
     """
     for name, module in model.named_modules():
         if not isinstance(module, LoraLinear):
             continue
-        low, rows = local_rows(module.lora_A.weight)
+        low, box = local_part(module.lora_A.weight), local_box(module.lora_A.weight)
         number = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7])
         generator = torch.Generator(low.device).manual_seed(number)
         full = torch.empty(module.lora_A.weight.shape, device=low.device)
         bound = 1 / math.sqrt(module.in_features)
-        low.copy_(full.uniform_(-bound, bound, generator=generator)[rows])
-        local_rows(module.lora_B.weight)[0].zero_()
+        low.copy_(full.uniform_(-bound, bound, generator=generator)[box.slices])
+        local_part(module.lora_B.weight).zero_()
         if module.lora_magnitude_vector is not None:  # sharded along the rows, as the weight is
             norms = torch.linalg.vector_norm(module.base_rows(torch.float32), dim=1)
             local_rows(module.lora_magnitude_vector)[0].copy_(norms)

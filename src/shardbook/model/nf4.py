@@ -104,11 +104,11 @@ def _parts(count: int, width: int) -> Iterator[slice]:
     return (slice(first, min(first + each, count)) for first in range(0, count, each))
 
 
-def _read_scales(scales: Tensor, blocks: int, nested: bool) -> Tensor:
-    """Returns the scale of each block, fp32 [n, blocks]."""
+def _read_scales(scales: Tensor, blocks: slice, nested: bool) -> Tensor:
+    """Returns the scale of each of `blocks`, fp32 [n, blocks]."""
     if not nested:
-        return scales.view(torch.float32)
-    return scales[:, :blocks].float() * (scales[:, -SCALE_BYTES:].contiguous().view(torch.float32) / 255)
+        return scales.view(torch.float32)[:, blocks]
+    return scales[:, blocks].float() * (scales[:, -SCALE_BYTES:].contiguous().view(torch.float32) / 255)
 
 
 @cache
@@ -129,10 +129,14 @@ def has_kernel() -> bool:
 
 
 @torch.library.custom_op("shardbook::unpack_nf4", mutates_args=())
-def unpack_nf4(packed: Tensor, absmax: Tensor, width: int, nested: bool, dtype: torch.dtype, again: bool) -> Tensor:
+def unpack_nf4(
+    packed: Tensor, absmax: Tensor, width: int, nested: bool, dtype: torch.dtype, again: bool, first_block: int = 0
+) -> Tensor:
     """Returns the weights [n, width] in `dtype` that the bytes stand for: code * absmax in fp32, rounded once. `again`:
-    in backward; it makes the two calls differ, else a compiler would merge them and keep the result."""
-    values, scales = packed.view(torch.uint8), _read_scales(absmax.view(torch.uint8), width // BLOCK, nested)
+    in backward; it makes the two calls differ, else a compiler would merge them and keep the result. `first_block`: of
+    the blocks that `absmax` has scales of, the one that `packed` begins with."""
+    blocks = slice(first_block, first_block + width // BLOCK)
+    values, scales = packed.view(torch.uint8), _read_scales(absmax.view(torch.uint8), blocks, nested)
     if has_kernel() and values.numel():
         kernel = torch.ops.bitsandbytes.dequantize_4bit.default
         return kernel(values.flatten(), scales.flatten(), BLOCK, "nf4", [len(values), width], dtype)
@@ -161,26 +165,37 @@ def _unpack(values: Tensor, scales: Tensor, pairs: Tensor, out: Tensor) -> None:
 
 
 @unpack_nf4.register_fake
-def _(packed: Tensor, absmax: Tensor, width: int, nested: bool, dtype: torch.dtype, again: bool) -> Tensor:
+def _(
+    packed: Tensor, absmax: Tensor, width: int, nested: bool, dtype: torch.dtype, again: bool, first_block: int = 0
+) -> Tensor:
     return packed.new_empty(packed.shape[0], width, dtype=dtype)
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input: Tensor, packed: Tensor, absmax: Tensor, nested: bool) -> Tensor:
+    def forward(ctx: Any, input: Tensor, packed: Tensor, absmax: Tensor, nested: bool, first_block: int) -> Tensor:
         ctx.save_for_backward(packed, absmax)
-        ctx.width, ctx.nested = input.shape[-1], nested
-        return F.linear(input, unpack_nf4(packed, absmax, ctx.width, nested, input.dtype, again=False))
+        ctx.width, ctx.nested, ctx.first_block = input.shape[-1], nested, first_block
+        return F.linear(input, unpack_nf4(packed, absmax, ctx.width, nested, input.dtype, False, first_block))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        weight = unpack_nf4(*ctx.saved_tensors, ctx.width, ctx.nested, gradient.dtype, again=True)
-        return gradient @ weight, None, None, None
+        weight = unpack_nf4(*ctx.saved_tensors, ctx.width, ctx.nested, gradient.dtype, True, ctx.first_block)
+        return gradient @ weight, None, None, None, None
 
 
 def packed_product(module: nn.Module, input: Tensor, bias: Tensor | None = None) -> Tensor:
     """Returns input [..., in] times the transposed weight of a packed `module`, plus `bias`."""
-    out: Tensor = _Product.apply(input, module.weight_packed, module.weight_absmax, module.nested)
+    of: Any = module
+    return product_of_bytes(input, of.weight_packed, of.weight_absmax, of.nested, bias)
+
+
+def product_of_bytes(
+    input: Tensor, packed: Tensor, absmax: Tensor, nested: bool, bias: Tensor | None = None, first_block: int = 0
+) -> Tensor:
+    """Returns input [..., n] times the transposed weight [out, n] that `packed` stands for, plus `bias`. `first_block`:
+    of the blocks that `absmax` has scales of, the one that `packed` begins with."""
+    out: Tensor = _Product.apply(input, packed, absmax, nested, first_block)
     return out if bias is None else out + bias
 
 
@@ -191,7 +206,11 @@ def unpacked_weight(module: nn.Linear, dtype: torch.dtype) -> Tensor:
     return unpack_nf4(packed, absmax, module.in_features, module.nested, dtype, again=False)
 
 
-def fill_rows(packed: Tensor, absmax: Tensor, rows: Tensor, nested: bool) -> None:
-    """Quantises `rows` into this rank's part of the packed parameters."""
-    for local, quantized in zip((packed, absmax), quantize_rows(rows.to(packed.device), nested), strict=True):
-        local.view(torch.uint8).copy_(quantized)
+def fill_rows(packed: Tensor, absmax: Tensor, rows: Tensor, nested: bool, numbers: slice | None = None) -> None:
+    """Quantises `rows` into this rank's part of the packed parameters; with `numbers`, only these of each row, beside
+    the scales of all its blocks."""
+    quantized, scales = quantize_rows(rows.to(packed.device), nested)
+    if numbers is not None:
+        quantized = quantized[:, numbers.start // 2 : numbers.stop // 2]
+    for local, part in ((packed, quantized), (absmax, scales)):
+        local.view(torch.uint8).copy_(part)

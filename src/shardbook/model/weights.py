@@ -38,7 +38,7 @@ SHOWN = 6  # of what is wrong with weights files, in one line
 ROWS_BYTES = 2**26  # of rows that are compared at once
 SCORE = "score.weight"  # a reward model's head, which a causal LM's files do not have
 MEANINGLESS = ".rotary_emb.inv_freq"  # saved as a weight by transformers before 4.32
-Shapes = Mapping[str, torch.Size]  # of parameters, by name, in order
+Shapes = Mapping[str, Sequence[int]]  # of parameters, by name, in order
 ADAPTERS = LOW, HIGH, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
 
 
@@ -52,17 +52,16 @@ def student_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return (named for named in model.named_parameters() if not named[0].startswith(NOT_STORED))
 
 
-def load_weights(model: nn.Module, folder: Path, full_shapes: Shapes | None = None) -> None:
+def load_weights(model: nn.Module, folder: Path, file_shapes: Shapes | None = None) -> None:
     """Fills the materialized, sharded parameters of `model` from the safetensors of `folder`. Raises RecipeError.
-    `full_shapes`: of the whole model, of which `model` may have a part.
+    `file_shapes`: of the whole model's, as `file_shapes` returns them, of which `model` may have a part.
 
     Values are cast to the parameter's dtype, or quantised to its bits. A tied head may be present, equal to the
     embedding. All missing, unexpected, misshapen and non-float entries are named in one error, before any tensor is
     read. A reward model's head is read where the files have it; a reward model ignores the language model's head.
     """
     slices = shard_slices(model)
-    named = dict(model.named_parameters())  # a tied weight once, under its embedding's name
-    elsewhere = {name: shape for name, shape in (full_shapes or {}).items() if name not in named}
+    elsewhere = {name: shape for name, shape in (file_shapes or {}).items() if name not in slices}
     wanted = {name: part.shape for name, part in slices.items()} | elsewhere
     files: FileNames = model.files  # type: ignore[assignment]
     buffers = stored_buffers(model)
@@ -151,25 +150,47 @@ class ShardSlice:
 
 
 def shard_slices(model: nn.Module) -> dict[str, ShardSlice]:
-    """Returns the place of each parameter by its name in the files, in the model's order; adapters are in no file."""
+    """Returns the place of each parameter by its name in the files, in the model's order, a tied one once, under its
+    embedding's name; adapters are in no file."""
     slices = {}
     for name, parameter in student_parameters(model):
         stem, _, last = name.rpartition(".")
         local, rows, columns = local_slices(parameter.detach())
         if last == PACKED:
-            module: Any = model.get_submodule(stem)
-            absmax, _ = local_rows(module.weight_absmax.detach())
-            shape = torch.Size((module.out_features, module.in_features))
-            slices[f"{stem}.weight"] = ShardSlice(shape, rows, partial(fill_rows, local, absmax, nested=module.nested))
+            slices[f"{stem}.weight"] = _packed_slice(model.get_submodule(stem), local, rows, columns)
         elif last != ABSMAX and not is_adapter(name):
             slices[name] = ShardSlice(parameter.shape, rows, local.copy_, columns)
     return slices
 
 
-def init_weights(model: nn.Module, seed: int, only: str = "", full_shapes: Shapes | None = None) -> None:
+def _packed_slice(module: Any, packed: Tensor, rows: slice, columns: slice | None) -> ShardSlice:
+    """Returns the place of the weight of a packed `module`, of which this rank has the part `packed`: these `rows`, and
+    of the packed elements of each row these `columns`."""
+    shape, absmax = torch.Size((module.out_features, module.in_features)), local_part(module.weight_absmax.detach())
+    each = 2 * packed.element_size()  # numbers of a packed element
+    numbers = None if columns is None else slice(columns.start * each, columns.stop * each)
+    fill = partial(fill_rows, packed, absmax, nested=module.nested)
+    if module.nested:  # the scale of a row is that of all its numbers
+        return ShardSlice(shape, rows, partial(fill, numbers=numbers))
+    return ShardSlice(shape, rows, fill, numbers)
+
+
+def file_shapes(full_shapes: Shapes, packed_numel: Mapping[str, int]) -> dict[str, torch.Size]:
+    """Returns the shape of each weight of a model in its files, by its name there, in order: of its parameters
+    `full_shapes` without adapters, and of packed ones, which stand for `packed_numel` elements, what they stand for."""
+    shapes = {}
+    for name, shape in full_shapes.items():
+        stem, _, last = name.rpartition(".")
+        if last == PACKED:
+            shapes[f"{stem}.weight"] = torch.Size((shape[0], packed_numel[name] // shape[0]))
+        elif last != ABSMAX and not is_adapter(name):
+            shapes[name] = torch.Size(shape)
+    return shapes
+
+
+def init_weights(model: nn.Module, seed: int, only: str = "", file_shapes: Shapes | None = None) -> None:
     """Fills parameters with random weights: matrices normal with the config's initializer_range, vectors as their
-    family makes them (norms 1 or 0, biases 0). `only`: that parameter alone. `full_shapes`: of the whole model, of
-    which `model` may have a part.
+    family makes them (norms 1 or 0, biases 0). `only`: that parameter alone. `file_shapes`: as in `load_weights`.
 
     A pure function of (seed, parameter, device type): each full tensor is drawn, and each rank keeps its part, so every
     world size and stage starts from the same numbers.
@@ -178,9 +199,9 @@ def init_weights(model: nn.Module, seed: int, only: str = "", full_shapes: Shape
     device = next(model.parameters()).device
     vectors: dict[str, Tensor] = model.vectors  # type: ignore[assignment]
     slices = shard_slices(model)
-    is_part = any(name not in dict(model.named_parameters()) for name in full_shapes or {})
+    is_part = any(name not in slices for name in file_shapes or {})
     # numbered in the whole model: else its parts would draw equal weights
-    for index, name in enumerate((full_shapes or {}) if is_part else slices):
+    for index, name in enumerate((file_shapes or {}) if is_part else slices):
         if name not in slices or (only and name != only):
             continue
         part = slices[name]
@@ -212,14 +233,16 @@ def local_rows(parameter: Tensor) -> tuple[Tensor, slice]:
     return local, rows
 
 
-def full_tensors(model: nn.Module, dtype: str, full_shapes: Shapes | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yields `(name, full tensor in dtype)` of every parameter, one at a time. Collective: every rank must consume all.
-    `full_shapes`: of the whole model. Where every rank has a part of its parameters, rank 0 gets them all.
+def full_tensors(
+    model: nn.Module, dtype: str, full_shapes: Shapes | None = None, named: Mapping[str, Tensor] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields `(name, full tensor in dtype)` of every parameter, or of those `named`, one at a time. Collective: every
+    rank must consume all. `full_shapes`: of the whole model's. Where every rank has a part of them, rank 0 gets all.
 
     Each rank casts its shard before the gather: the values are the same, since a cast looks at one value alone, and
     fp32 masters exported in bf16 cost half the bytes on the network and half the memory.
     """
-    parameters, device = dict(student_parameters(model)), next(model.parameters()).device
+    parameters, device = named or dict(student_parameters(model)), next(model.parameters()).device
     shapes = full_shapes or {}
     is_part = any(name not in parameters for name in shapes)
     for name in shapes if is_part else parameters:
@@ -232,7 +255,7 @@ def full_tensors(model: nn.Module, dtype: str, full_shapes: Shapes | None = None
         yield name, tensor
 
 
-def bring_to_main(tensor: Tensor, shape: torch.Size, dtype: torch.dtype, is_here: bool) -> Tensor:
+def bring_to_main(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype, is_here: bool) -> Tensor:
     """Returns on rank 0 the whole `tensor` of `shape`, which the first rank where it `is_here` sends. Collective."""
     holders = torch.tensor([dist.get_rank() if is_here else dist.get_world_size()], device=tensor.device)
     dist.all_reduce(holders, dist.ReduceOp.MIN)

@@ -19,7 +19,8 @@ from shardbook.axes import CP, ranks_along
 from shardbook.model.attention import KERNELS, Attend, heads_of, kernel_of, use_attention
 from shardbook.model.causal_lm import CausalLM
 from shardbook.parallel.layout import Layout
-from shardbook.parallel.tensor import TPGroup, heads_of_rank
+from shardbook.parallel.tensor import heads_of_rank
+from shardbook.parallel.tensor_linears import TPGroup
 from shardbook.recipe import Parallel, RecipeError
 
 

@@ -31,6 +31,7 @@ from shardbook.axes import (
 from shardbook.comm.zeropp_collectives import ZeroppSwitches
 from shardbook.model.dtypes import DTYPES
 from shardbook.model.marks import NOT_STORED
+from shardbook.model.weights import file_shapes
 from shardbook.parallel.mesh import DataRank, axis_groups, fold_sizes, resolve_sizes, unfold_sizes
 from shardbook.parallel.schedule import Pipeline
 from shardbook.parallel.units import Placement, Unit, backward_order, choose_units, place_whole
@@ -174,6 +175,11 @@ class Layout:
         """The shape of every parameter of the whole model, in order, without those of a teacher beside it."""
         return {name: each.shape for name, each in self.placements.items() if not name.startswith(NOT_STORED)}
 
+    @cached_property
+    def file_shapes(self) -> dict[str, torch.Size]:
+        """The shape of every weight of the whole model in its files, by its name there, in order."""
+        return file_shapes(self.full_shapes, {name: each.numel for name, each in self.placements.items()})
+
     @property
     def forward_prefetch(self) -> int:
         """The number of units gathered ahead of the running one in forward."""
@@ -203,6 +209,12 @@ class Layout:
     def replicated_numel(self) -> int:
         """The elements of this rank's shards, padded, whose gradients are summed over tensor-parallel ranks."""
         return sum(unit.replicated_numel(self.shards) for unit in self.units) * (self.tp_size > 1)
+
+    @cached_property
+    def trains_tp_sharded(self) -> bool:
+        """Returns whether a trained parameter is sharded along tp: then the gradient norm is summed along it too."""
+        pairs = (zip(unit.trained, unit.tp_sharded, strict=True) for unit in self.units)
+        return any(trained and is_sharded for each in pairs for trained, is_sharded in each)
 
     @property
     def chunks(self) -> "list[Layout]":

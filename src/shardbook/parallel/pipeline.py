@@ -146,7 +146,8 @@ def apply_pipeline_parallel(
         return Pipeline(), [model]
     check_stages(parallel, blocks)
     layers = layers_per_pp_stage(blocks, ranks * chunks)
-    pipeline = Pipeline(parallel.pipeline_schedule, rank * ranks // world_size, ranks, layers, model.is_tied)
+    is_tied = model.is_tied and model.embedding.weight.requires_grad
+    pipeline = Pipeline(parallel.pipeline_schedule, rank * ranks // world_size, ranks, layers, is_tied)
     chunk_layers = [pipeline.own_layers(chunk, blocks) for chunk in range(chunks)]
     keep_blocks(model, [*chain(*chunk_layers)], pipeline.is_first(0), pipeline.is_last(chunks - 1))
     if chunks == 1:

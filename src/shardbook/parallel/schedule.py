@@ -33,7 +33,7 @@ class Pipeline:
     rank: int = 0  # along pp
     ranks: int = 1
     layers: tuple[int, ...] = ()  # of each stage; each rank has `chunks` stages; empty: there is one stage
-    is_tied: bool = False  # one weight is the first stage's embedding and the last stage's head
+    is_tied: bool = False  # one trained weight is the first stage's embedding and the last stage's head
 
     @property
     def chunks(self) -> int:

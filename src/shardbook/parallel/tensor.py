@@ -8,9 +8,8 @@ its gradient on each rank, which `sum_replicated_gradients` adds up. Applied on 
 compile and stage.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,13 +22,22 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardbook.arithmetic import ceil_div
 from shardbook.axes import TP
-from shardbook.comm.collectives import AllGatherTokens, ReduceScatterTokens, all_gather_tokens
+from shardbook.comm.collectives import all_gather_tokens
 from shardbook.local_tensors import local_part
 from shardbook.model.blocks import put
 from shardbook.model.causal_lm import CausalLM
 from shardbook.model.cross_entropy import ChunkLoss, cross_entropy_of_part
 from shardbook.model.distillation import TeacherOutput, distillation_of_part
 from shardbook.model.loss_head import LossHead
+from shardbook.parallel.tensor_linears import (
+    TPGroup,
+    become,
+    check_row_parallel,
+    hold_local_weights,
+    make_column_parallel,
+    make_row_parallel,
+    shard_parameter,
+)
 from shardbook.parallel.units import Placement
 from shardbook.recipe import RecipeError
 
@@ -40,83 +48,6 @@ PLAN |= {f"{MLP}{name}": "colwise" for name in ("gate_proj", "up_proj")}
 PLAN |= {f"{ATTENTION}o_proj": "rowwise", f"{MLP}down_proj": "rowwise"}
 UNSHARDED = ("replicated_with_grad_allreduce",)  # head norms: not sharded
 EMBEDDING = {"embed_tokens": "embedding_rowwise"}  # of a tied one in transformers 5.17: its rows are sharded anyway
-
-
-@dataclass(eq=False)
-class TPGroup:
-    """The tensor-parallel ranks, and which of them this one is. Tensor-parallel modules hold it; `process_group` is
-    set once there is a mesh.
-
-    Attention, or an MLP, on four ranks, for the eight tokens t of a micro-batch; each collective is among all four:
-
-                  norm     all_gather    column-parallel            row-parallel           reduce_scatter
-        rank 0    t0 t1    t0 to t7      first quarter of heads     partial sums, t0-t7    t0 t1
-        rank 1    t2 t3    t0 to t7      second quarter             partial sums, t0-t7    t2 t3
-        rank 2    t4 t5    t0 to t7      third quarter              partial sums, t0-t7    t4 t5
-        rank 3    t6 t7    t0 to t7      fourth quarter             partial sums, t0-t7    t6 t7
-
-    An MLP's inner features are split as heads are, and the rows of embedding and head into quarters of the vocabulary.
-    """
-
-    size: int
-    tp_rank: int
-    process_group: dist.ProcessGroup | None = None
-    has_all_tokens: bool = False  # around norms too: without a gradient alone (`whole_tokens`)
-
-    def share(self, count: int) -> slice:
-        """Returns which of `count` rows, or columns, are this rank's: as torch.chunk splits, the last ranks fewer."""
-        each = ceil_div(count, self.size)
-        return slice(min(self.tp_rank * each, count), min((self.tp_rank + 1) * each, count))
-
-    def balanced(self, count: int) -> range:
-        """Returns which of `count` heads (at least one a rank) are this rank's: numbers differ by at most one."""
-        return range(self.tp_rank * count // self.size, (self.tp_rank + 1) * count // self.size)
-
-    def all_gather(self, part: Tensor) -> Tensor:
-        """All-gathers the tokens [1, n, hidden] of each rank as [1, size * n, hidden]; backward reduce-scatters."""
-        if self.has_all_tokens:
-            return part
-        return AllGatherTokens.apply(part, self)
-
-    def reduce_scatter(self, full: Tensor) -> Tensor:
-        """Reduce-scatters size * n tokens [..., hidden], of which each rank has a partial sum, to [1, n, hidden], this
-        rank's part of the sum; backward all-gathers."""
-        if self.has_all_tokens:
-            dist.all_reduce(summed := full.contiguous(), group=self.process_group)
-            return summed
-        return ReduceScatterTokens.apply(full, self)
-
-
-class ShardedLinear(nn.Linear):
-    """A column- or row-parallel linear. A rank computes with all of the weight [out, in] that it holds or, where that
-    is the whole matrix, with its own `rows` (column-parallel) or `columns` (row-parallel).
-
-    The gradient of a sharded weight is complete on its rank: only fully_shard reduces it, over the data axes. That of a
-    whole one is a partial sum (`sum_replicated_gradients`). Gradients of inputs are reduce-scattered over tokens
-    (`AllGatherTokens.backward`).
-    """
-
-    tp_group: TPGroup
-    rows: tuple[slice, ...] = ()
-    columns: slice | None = None
-    is_row_parallel: bool = False  # the results of ranks are partial sums, which are reduce-scattered over tokens
-    local: tuple[Tensor, Tensor | None]  # this rank's weight and bias as plain tensors, set by hold_local_weights
-
-    def forward(self, input: Tensor) -> Tensor:
-        weight, bias = self.local
-        if self.columns is not None:
-            weight = weight[:, self.columns]
-        if self.is_row_parallel:
-            output = self.tp_group.reduce_scatter(F.linear(input, weight))
-            return output if bias is None else output + bias
-        return F.linear(input, pick(weight, self.rows), None if bias is None else pick(bias, self.rows))
-
-
-def pick(full: Tensor, rows: tuple[slice, ...]) -> Tensor:
-    """Returns the `rows` of `full`, one piece after another; without any named, all rows."""
-    if len(rows) > 1:
-        return torch.cat([full[piece] for piece in rows])
-    return full[rows[0]] if rows else full
 
 
 class ShardedEmbedding(nn.Embedding):
@@ -166,55 +97,12 @@ class VocabParallelHead(LossHead):
         return all_gather_tokens(row_stats[None], self.tp_group).view(self.tp_group.size, *row_stats.shape)
 
 
-def make_row_parallel(module: nn.Module, tp_group: TPGroup, columns: slice | None = None) -> None:
-    """Makes a linear row-parallel: a rank takes its share of the input features, and the results are partial sums. Its
-    `columns` where each rank keeps the whole matrix."""
-    if columns is None:
-        shard_parameter(module, "weight", 1, tp_group)
-    _become(module, ShardedLinear, tp_group=tp_group, is_row_parallel=True, columns=columns)
-
-
-def make_column_parallel(module: nn.Module, tp_group: TPGroup, rows: Sequence[slice] = ()) -> None:
-    """Makes a linear column-parallel: a rank computes its share of the output features. Its `rows` where each rank
-    keeps the whole matrix."""
-    for name in () if rows else ("weight", "bias"):
-        if getattr(module, name) is not None:
-            shard_parameter(module, name, 0, tp_group)
-    _become(module, ShardedLinear, tp_group=tp_group, rows=tuple(rows))
-
-
 def make_vocabulary_parallel(module: Any, kind: type[nn.Module], tp_group: TPGroup, is_tied: bool = False) -> None:
     """Gives a rank the rows of its share of the vocabulary. `is_tied`: the module takes another one's."""
     first = tp_group.share(len(module.weight)).start
     if not is_tied:
         shard_parameter(module, "weight", 0, tp_group)
-    _become(module, kind, tp_group=tp_group, first=first)
-
-
-def _become(module: Any, kind: type[nn.Module], **attributes: Any) -> None:
-    module.__class__ = kind
-    for name, value in attributes.items():
-        setattr(module, name, value)
-
-
-def shard_parameter(module: nn.Module, name: str, dim: int, tp_group: TPGroup) -> None:
-    """Replaces a parameter on the meta device by this rank's share of it along `dim`."""
-    full = getattr(module, name)
-    share = tp_group.share(full.shape[dim])
-    local = nn.Parameter(full.narrow(dim, share.start, share.stop - share.start).contiguous(), full.requires_grad)
-    setattr(module, name, local)
-
-
-def hold_local_weights(block: nn.Module) -> None:
-    """Has a block's tensor-parallel linears compute with plain tensors: a compiled block that is recomputed cannot save
-    what makes a DTensor (torch 2.13: its mesh is no Tensor). They exist, gathered, when a forward of it begins."""
-    parts = [module for module in block.modules() if isinstance(module, ShardedLinear)]
-
-    def before(block: nn.Module, inputs: Any) -> None:
-        for module in parts:
-            module.local = local_part(module.weight), None if module.bias is None else local_part(module.bias)
-
-    block.register_forward_pre_hook(torch.compiler.disable(before))  # else the hook is compiled as a graph of its own
+    become(module, kind, tp_group=tp_group, first=first)
 
 
 def gather_inputs(attention: nn.Module, mlp: nn.Module, tp_group: TPGroup) -> None:
@@ -273,7 +161,8 @@ def sum_replicated_gradients(model: nn.Module, mesh: DeviceMesh, numel: int) -> 
     gradients = [(p.grad, p.grad.device_mesh.mesh_dim_names) for p in model.parameters() if isinstance(p.grad, DTensor)]
     parts = [gradient.to_local() for gradient, axes in gradients if TP not in (axes or ())]
     sizes = [part.numel() for part in parts]
-    flat = local_part(next(model.parameters())).new_zeros(numel)
+    first = next(p for p in model.parameters() if p.requires_grad)  # a frozen one may have another dtype
+    flat = local_part(first).new_zeros(numel)
     if parts:  # none where a family's norms have no weights
         torch.cat([part.flatten() for part in parts], out=flat[: sum(sizes)])
     dist.all_reduce(flat, group=mesh.get_group(TP))
@@ -293,8 +182,10 @@ def apply_tensor_parallel(model: CausalLM, size: int, rank: int) -> None:
         raise RecipeError(f"{setting}: its embedding does more than look up rows; set parallel.tp_size=1")
     tp_group = TPGroup(size, rank % size)
     make_vocabulary_parallel(model.embedding, ShardedEmbedding, tp_group)
+    each = config.intermediate_size // size
     block: Any
     for block in model.blocks:
+        check_row_parallel(block.mlp.down_proj, "down_proj", [tp_rank * each for tp_rank in range(size)])
         shard_attention(block.self_attn, config, tp_group)
         make_column_parallel(block.mlp.gate_proj, tp_group)
         make_column_parallel(block.mlp.up_proj, tp_group)
@@ -342,6 +233,8 @@ def shard_attention(attention: nn.Module, config: Any, tp_group: TPGroup) -> Non
         together = rank_key_heads == list(range(first, first + count))
         pieces = [(first, first + count)] if together else [(head, head + 1) for head in rank_key_heads]
         key_rows = [slice(start * dim, stop * dim) for start, stop in pieces]
+    firsts = [TPGroup(tp_group.size, tp_rank).balanced(heads).start * dim for tp_rank in range(tp_group.size)]
+    check_row_parallel(layer.o_proj, "o_proj", firsts)
     make_column_parallel(layer.q_proj, tp_group, rows)
     make_row_parallel(layer.o_proj, tp_group, *rows)
     for projection in (layer.k_proj, layer.v_proj):

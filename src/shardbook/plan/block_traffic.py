@@ -5,6 +5,7 @@ Invariant: as events.py, whose list of a step has them between the all-gathers a
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import compress, takewhile
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -70,20 +71,37 @@ def _inside(
     def sends(*each: Any) -> Collectives:
         return tuple(send for send in each if send)
 
+    again = gather, to_heads, to_seq, scatter, gather  # of a block that runs again: all but its last scatter
+    # the gradient of a block's last result; that of the MLP's input, and of attention's result; of heads; of the input
+    ends = (gather,), (scatter, gather), (grad_to_seq, grad_to_heads), (scatter,)
+    reached = gradients_of_first(layout)
+    first = [send for each in compress(ends, reached) for send in each]
+    backward = [send for each in ends for send in each]
     return BlockTraffic(
         layers=config.num_hidden_layers,
         recomputed=frozenset(recipe.activation.recomputed(list(range(config.num_hidden_layers)))),
         forward=sends(gather, to_heads, to_seq, scatter, gather, scatter),
-        backward=sends(gather, scatter, gather, grad_to_seq, grad_to_heads, scatter),
+        backward=sends(*backward),
         # the gradient of the last result comes before what is recomputed
-        recompute=sends(
-            gather, gather, to_heads, to_seq, scatter, gather, scatter, gather, grad_to_seq, grad_to_heads, scatter
-        ),
-        embedding=(sends(scatter), sends(gather)),
+        recompute=sends(backward[0], *again, *backward[1:]),
+        first=(sends(*first), sends(first[0], *again, *first[1:])),
+        embedding=(sends(scatter), sends(gather) if reached[-1] else ()),
         loss=(sends(gather, *loss_gathers, slice_sum), sends(*loss_gathers * recipe.recomputes_logits, scatter)),
         beside=beside,
         stream_bytes=of_tokens // tp_size,
     )
+
+
+def gradients_of_first(layout: Layout) -> tuple[bool, bool, bool, bool]:
+    """Returns which gradients the backward of the model's first block computes: of its last result, of attention's
+    result, of heads, of its input. With adapters no gradient goes through what lies before the first of them."""
+    names = list(takewhile(lambda name: ".1." not in name, layout.placements))
+    trained = {name for name in names if layout.placements[name].trained}
+    outer = set(takewhile(lambda name: ".0." not in name, names))
+    attention = {name for name in trained - outer if "self_attn" in name}
+    of_input = bool(trained & outer)
+    of_heads = of_input or any("o_proj" not in name for name in attention)
+    return True, of_heads or bool(attention), of_heads, of_input
 
 
 def _exchanges(layout: Layout, config: PreTrainedConfig, rank: int, token_bytes: int) -> list[Any]:
@@ -109,8 +127,8 @@ def describe_sharing(layout: Layout) -> str:
     if layout.tp_size == 1:
         return ""
     sentence = f"{layout.tp_size} ranks share matrices, and tokens between them"
-    each = (both for unit in layout.units for both in zip(unit.is_block_matrix, unit.tp_sharded, strict=True))
-    if any(is_matrix and not is_sharded for is_matrix, is_sharded in each):
+    keys = (each for name, each in layout.placements.items() if "self_attn.k_proj.weight" in name)
+    if any(each.tp_dim is None for each in keys):
         sentence += "; heads do not divide, so attention has matrices that stay whole on each"
     if layout.tp_size > (node := layout.ranks_per_node):
         sentence += f"; slow: a node has {node} ranks, and what they send in every block goes between nodes"

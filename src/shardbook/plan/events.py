@@ -58,6 +58,7 @@ class BlockTraffic:
     forward: Collectives = ()  # of a block
     backward: Collectives = ()
     recompute: Collectives = ()  # of the backward of a block that is recomputed
+    first: tuple[Collectives, Collectives] = ((), ())  # backward and recompute of the model's first block
     embedding: tuple[Collectives, Collectives] = ((), ())  # of its forward, and backward
     loss: tuple[Collectives, Collectives] = ((), ())  # with the last norm before it
     beside: "BlockTraffic | None" = None  # of a frozen model that runs forward beside this one, where the loss is
@@ -175,7 +176,9 @@ class _Chunk:
             return ()
         if is_forward:
             return inside.forward
-        return inside.recompute if self.number_of[unit] in inside.recomputed else inside.backward
+        number = self.number_of[unit]
+        backward, recompute = inside.first if number == 0 else (inside.backward, inside.recompute)
+        return recompute if number in inside.recomputed else backward
 
     def _forward(self, now: set[Unit], inside: BlockTraffic) -> Iterator[Event]:
         order, replicated, running = self.layout.run_order(is_forward=True), self.layout.is_replicated, list[Unit]()
@@ -208,14 +211,18 @@ class _Chunk:
             yield from leave(running.pop())
 
     def _backward(self, now: set[Unit], is_last: bool, inside: BlockTraffic) -> Iterator[Event]:
-        layout, running, late = self.layout, list[Unit](), list[Unit]()
+        layout, running, late, computed = self.layout, list[Unit](), list[Unit](), list[Unit]()
         buckets = layout.buckets if layout.is_replicated else []
         unsent = [(set(bucket), replica_sum(layout, bucket)) for bucket in buckets]
+
+        def compute(unit: Unit) -> Event:
+            return Event("compute", unit, () if unit.is_root_like else self._exchanges(unit, inside, False))
 
         def leave(unit: Unit) -> Iterator[Event]:
             if not unit.numel:
                 return
-            yield Event("compute", unit, () if unit.is_root_like else self._exchanges(unit, inside, False))
+            if unit not in computed:
+                yield compute(unit)
             if not layout.is_replicated and unit.reshards_after_backward(is_last):
                 yield from self._free(unit, now)
             if layout.is_replicated or not layout.stage.syncs(is_last):
@@ -249,6 +256,8 @@ class _Chunk:
             yield Event("exchange", None, inside.loss[1])
         while running:
             yield from leave(running.pop())
+        computed = [unit for unit in late if unit in self.number_of]  # fully_shard is not told when, its work is done
+        yield from map(compute, computed)
         if self.is_first:
             yield Event("exchange", None, inside.embedding[1])
         for unit in sorted(late, key=order.index):  # at the end of backward, as fully_shard does
@@ -300,8 +309,9 @@ def step_events(
     if pipeline.ranks > 1 and pipeline.is_tied and (pipeline.has_first_pp_stage or pipeline.has_last_pp_stage):
         tied = tied_numel(layout, rank) * layout.dtype("master").itemsize
         yield Event("sum", None, (("all_reduce", PP if pipeline.ranks == 2 else PP_ENDS, tied),))
-    # ranks along dp_replicate have copies
-    spread = [axis for axis, size in reversed(layout.sizes.items()) if size > 1 and axis != DP_REPLICATE]
+    # ranks along dp_replicate have copies, and so have those along tp of what is not split along it
+    copies = {DP_REPLICATE, *[TP] * (not layout.trains_tp_sharded)}
+    spread = [axis for axis, size in reversed(layout.sizes.items()) if size > 1 and axis not in copies]
     yield Event("norm", None, tuple(("all_reduce", axis, NORM_BYTES) for axis in spread))
     exchanges = muon_exchanges(layout) if OPTIMIZERS[optimizer_name].whole_matrices else ()
     away = layout.units if layout.offload.optimizer != "none" else ()

@@ -26,7 +26,7 @@ from shardbook.model.selfcheck import check_family, remember
 from shardbook.model.shrink import keep_layers
 from shardbook.parallel.context import CPGroup
 from shardbook.parallel.placement import build_local
-from shardbook.parallel.tensor import TPGroup
+from shardbook.parallel.tensor_linears import TPGroup
 from shardbook.plan.memory_trace import MemoryTrace, full_rows, meta_tensors
 from shardbook.recipe import Activation, Distill, Offload, Parallel, Precision, Recipe, RecipeError, Train, first_line
 

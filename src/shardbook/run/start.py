@@ -21,6 +21,7 @@ from shardbook.ranks.distributed import broadcast_from_main
 from shardbook.recipe import Recipe, RecipeError
 from shardbook.run.checkpoint.format import WAY_OUT, Damaged, TrainState, list_checkpoints
 from shardbook.run.checkpoint.load import check_checkpoint, load_checkpoint, other_bits
+from shardbook.run.checkpoint.save import kept_shapes
 from shardbook.run.eval.reference import Reference
 from shardbook.run.load_teacher import fill_teacher
 from shardbook.run.prepare import Job
@@ -112,16 +113,17 @@ def _first_whole(paths: list[Path], load: Callable[[Path], T], named: str) -> T:
 
 def load_base(recipe: Recipe, sharded: ShardedModel, folder: Path) -> str:
     """Loads every parameter's initial value: from `folder` or random, adapters new or peft's. Returns the source."""
-    is_random, seed, shapes = recipe.model.init == "random", recipe.train.seed, sharded.layout.full_shapes
+    is_random, seed, shapes = recipe.model.init == "random", recipe.train.seed, sharded.layout.file_shapes
     if is_random:
-        init_weights(sharded.masters, seed, full_shapes=shapes)
+        init_weights(sharded.masters, seed, file_shapes=shapes)
     else:
-        init_weights(sharded.masters, seed, only=SCORE, full_shapes=shapes)
+        init_weights(sharded.masters, seed, only=SCORE, file_shapes=shapes)
         load_weights(sharded.masters, folder, shapes)
     model: Any = sharded.model
     if recipe.lora.r:
         model.identity = weights_identity(recipe.model, seed, folder)
     init_adapters(model, seed)
     if recipe.lora.adapter:
-        load_adapter(model, Path(recipe.lora.adapter).expanduser(), recipe.lora, folder)
+        adapter = Path(recipe.lora.adapter).expanduser()
+        load_adapter(model, adapter, recipe.lora, folder, kept_shapes(sharded.layout, model))
     return ("random" if is_random else str(folder)) + f" and {recipe.lora.adapter}" * bool(recipe.lora.adapter)

@@ -131,13 +131,13 @@ def test_nothing_of_a_whole_weights_size_is_kept(compiled):
 
 
 def test_planted_a_weight_that_forward_saves_is_kept(monkeypatch):
-    def forward(ctx, input, packed, absmax, nested):
+    def forward(ctx, input, packed, absmax, nested, first_block):
         weight = nf4.unpack_nf4(packed, absmax, input.shape[-1], nested, input.dtype, again=False)
         ctx.save_for_backward(weight)
         return torch.nn.functional.linear(input, weight)
 
     def backward(ctx, gradient):
-        return gradient @ ctx.saved_tensors[0], None, None, None
+        return gradient @ ctx.saved_tensors[0], None, None, None, None
 
     monkeypatch.setattr(nf4._Product, "forward", staticmethod(forward))
     monkeypatch.setattr(nf4._Product, "backward", staticmethod(backward))
@@ -150,7 +150,7 @@ def test_planted_a_weight_that_forward_saves_is_kept(monkeypatch):
 def test_planted_the_same_call_in_backward_keeps_it(monkeypatch):
     def backward(ctx, gradient):
         weight = nf4.unpack_nf4(*ctx.saved_tensors, ctx.width, ctx.nested, gradient.dtype, again=False)
-        return gradient @ weight, None, None, None
+        return gradient @ weight, None, None, None, None
 
     torch._dynamo.reset()
     monkeypatch.setattr(nf4._Product, "backward", staticmethod(backward))

@@ -8,11 +8,15 @@ from transformers import AutoConfig
 from shardbook.model.cross_entropy import combine_parts, local_exponentials, local_grad_logits
 from shardbook.parallel.library import shard_model
 from shardbook.parallel.mesh import resolve_sizes
-from shardbook.parallel.tensor import TPGroup, check_tp_size, heads_of_rank
+from shardbook.parallel.tensor import check_tp_size, heads_of_rank
+from shardbook.parallel.tensor_linears import TPGroup
 from shardbook.recipe import Parallel, load_recipe
 
 BESIDE = {  # what a recipe may not have beside tp_size = 2, and what the error says
-    "lora": (["lora.r=4"], ["lora.r = 4", "leave one of the two out"]),
+    "dropout": (
+        ["lora.r=4", "lora.lora_dropout=0.1"],
+        ["lora.lora_dropout = 0.1", "other inputs of one matrix", "set lora.lora_dropout=0"],
+    ),
     "zeropp": (["parallel.stage=zeropp"], ["parallel.stage = 'zeropp'", "set parallel.stage=zero3"]),
     "qwZ": (["parallel.stage=hsdp", "parallel.quantize_weights=8"], ["a switch of ZeRO++", "leave parallel.quantize"]),
     "hpZ": (["parallel.stage=hsdp", "parallel.secondary_shard=2"], ["a switch of ZeRO++", "leave parallel.quantize"]),

@@ -99,7 +99,7 @@ def test_what_may_share_matrices():
     assert own.parallel_sizes(cluster) == [(1, 1, 1), (1, 2, 1), (1, 4, 1), (1, 8, 2)]
     own = build_planner(plan_of("llama-3.1-8b", "parallel.pp_size=2"))
     assert own.parallel_sizes(cluster) == [(2, 1, 2), (4, 1, 2), (8, 1, 2), (1, 2, 2), (1, 4, 2), (1, 8, 2), (1, 1, 1)]
-    assert build_planner(plan_of("llama-3.1-8b", "lora.r=16")).parallel_sizes(cluster) == split
+    assert build_planner(plan_of("llama-3.1-8b", "lora.r=16")).parallel_sizes(cluster) == [*matrices, *split, *layers]
     twelve = build_planner(plan_of("llama-3.1-8b")).parallel_sizes(build_cluster("h100", 12, a_node=4))
     assert twelve == [*matrices[:2], *split[:2]]  # three nodes
     assert build_planner(plan_of("llama-3.1-8b")).parallel_sizes(cluster, both=True) == [(8, 2, 1), (8, 1, 2)]

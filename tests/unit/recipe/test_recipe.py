@@ -225,8 +225,7 @@ def test_wrong_preferences_exit_2_with_one_line(file, words, capsys):
 TENSOR = {  # what does not go with tensor parallel, and the way out
     ("parallel.stage=zeropp",): "set parallel.stage=zero3",
     ("parallel.stage=hsdp", "parallel.secondary_shard=2"): "leave parallel.quantize_weights",
-    ("lora.r=4",): "leave one of the two out",
-    ("method=distill", "distill.teacher=somewhere"): "leave parallel.tp_size out",
+    ("lora.r=4", "lora.lora_dropout=0.1"): "set lora.lora_dropout=0",
     ("generate.steps=5",): "set generate.steps=0",
     ("offload.optimizer=cpu",): "set offload.optimizer=none",
     ("optim.name=muon",): "set optim.name=adamw",
@@ -263,8 +262,6 @@ def test_what_does_not_compose_with_context_parallel_exits_2(file, words, capsys
 PIPELINE = {  # and with pipeline parallel
     ("parallel.stage=zeropp",): "set parallel.stage=zero3",
     ("parallel.stage=hsdp", "parallel.secondary_shard=2"): "leave parallel.quantize_weights",
-    ("lora.r=4",): "leave one of the two out",
-    ("method=distill", "distill.teacher=somewhere"): "leave parallel.pp_size out",
     ("generate.steps=5",): "set generate.steps=0",
     ("optim.name=muon",): "set optim.name=adamw",
     ("offload.optimizer=cpu",): "leave [offload] out",

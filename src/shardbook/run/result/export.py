@@ -10,7 +10,6 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from shardbook.data.encoding import load_tokenizer
 from shardbook.model.adapter_files import adapter_config, find_peft_names, full_trained, merged_tensors, save_adapter
-from shardbook.model.adapters import kept_parameters
 from shardbook.model.causal_lm import build_model
 from shardbook.model.export_files import choose_padding, write_generation
 from shardbook.model.families import load_config
@@ -27,6 +26,7 @@ from shardbook.parallel.sharding import ShardedModel
 from shardbook.recipe import Recipe, RecipeError
 from shardbook.run.checkpoint.format import name_of, newest_checkpoint
 from shardbook.run.checkpoint.load import checkpoint_shapes, read_parameters
+from shardbook.run.checkpoint.save import kept_shapes
 from shardbook.run.directory import read_facts
 from shardbook.run.prompts import find_learned_stops
 from shardbook.terminal import print_line
@@ -46,10 +46,10 @@ def export_result(
     model: Any = sharded.model
     stops = find_learned_stops(tokenizer, config, folder, recipe.data)
     if recipe.lora.r:
-        names, trained = find_peft_names(model, folder), kept_parameters(model)
+        names, trained = find_peft_names(model, folder), kept_shapes(sharded.layout, model)
         settings = adapter_config(loadable(recipe.model.path), recipe.model.revision, recipe.lora, trained, names)
         beside_adapter = _beside_adapter(recipe, config, tokenizer, folder, stops)
-        save_adapter(out, full_trained(model), settings, names, beside_adapter, write)
+        save_adapter(out, full_trained(model, trained), settings, names, beside_adapter, write)
         return
     shapes = sharded.layout.full_shapes
     dtype = recipe.train.export_dtype
