@@ -192,12 +192,12 @@ def divergence_of_one_rank():
     """Each rank has the divergence of its own tokens alone: the loss is off, no gradient is."""
     from shardbook.parallel import tensor
 
-    real = tensor.VocabParallelHead._gather
+    real = tensor.VocabParallelHead.gather_parts
 
     def gather(head, stats):
         return real(head, stats) if len(stats) > 1 else stats[None]
 
-    tensor.VocabParallelHead._gather = gather
+    tensor.VocabParallelHead.gather_parts = gather
 
 
 def planted(bug, *given):
@@ -380,11 +380,11 @@ def test_the_head_is_autograd_of_whole_logits(own, theirs, kernel):
         head.chunk_tokens = chunk
         ours = hidden.clone().requires_grad_()
         teacher = TeacherOutput(said, lambda hidden, count: hidden @ taught[:count].t(), temperature, ratio)
-        sums = head(ours, targets, teacher=teacher)
+        sums = head(ours, targets, loss=teacher)
         (sums[0] / tokens).backward()
         found.append((sums.detach(), ours.grad, head.weight.grad))
         with torch.no_grad():
-            assert torch.equal(head(hidden, targets, teacher=teacher), sums)
+            assert torch.equal(head(hidden, targets, loss=teacher), sums)
     exact = [tensor.double().requires_grad_() for tensor in (hidden, weight)]
     logits, both = exact[0] @ exact[1].t(), min(own, theirs)
     nll = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")

@@ -59,9 +59,7 @@ def keep_blocks(model: Any, numbers: Sequence[int], has_embedding: bool, has_hea
     if not has_embedding:
         put(base, names.embedding, model.head if has_head and model.is_tied else None)
     if not has_head:
-        put(base, names.norm, nn.Identity())
-        setattr(model, names.head, None)
-        model.teacher = None  # the loss is where the head is
+        model.drop_head()
 
 
 def copy_view(model: Any) -> Any:

@@ -18,7 +18,7 @@ from transformers import Cache, PreTrainedConfig
 
 from shardbook.model.attention import KERNELS, Kernel, use_attention
 from shardbook.model.batch import Batch
-from shardbook.model.blocks import Absent, at
+from shardbook.model.blocks import Absent, at, put
 from shardbook.model.distillation import TeacherOutput
 from shardbook.model.dtypes import DTYPES
 from shardbook.model.file_names import FileNames
@@ -92,6 +92,12 @@ class CausalLM(nn.Module):
     def has_head(self) -> bool:
         return self.head is not None
 
+    def drop_head(self) -> None:
+        """Takes the head away, with the last norm before it, and a teacher, of whom the loss learns."""
+        put(self.base, self.names.norm, nn.Identity())
+        setattr(self, self.names.head, None)
+        self.teacher = None
+
     @property
     def has_embedding(self) -> bool:
         return self.embedding is not None and self.embedding is not self.head
@@ -140,7 +146,7 @@ class CausalLM(nn.Module):
     ) -> Tensor:
         """Returns the negative log-likelihood [n], fp32, of the batch's targets at its positions; `summed`: its sum,
         which takes one matrix product of the head less. A token attends to itself and earlier tokens of its own
-        document. `distill`: returns the three sums of a LossHead with a teacher.
+        document. `distill`: returns the three sums of a LossHead beside a teacher.
 
         `hidden`: the input of the first block that is here, where others run before it; without a head the output of
         the last one is returned. It is no part of the batch: torch 2.11 looks for gradients in no dataclass.
@@ -152,7 +158,7 @@ class CausalLM(nn.Module):
         with torch.no_grad():
             teacher_hidden = self.teacher.head(self.teacher.hidden_states(batch))
         teacher = TeacherOutput(teacher_hidden, self.teacher.head.logits, distill.temperature, distill.kd_ratio)
-        return self.head(self.hidden_states(batch, hidden), batch.targets, teacher=teacher)
+        return self.head(self.hidden_states(batch, hidden), batch.targets, loss=teacher)
 
     def hidden_states(self, batch: Batch, hidden: Tensor | None = None) -> Tensor:
         """Returns the head's input at the batch's positions, [n, hidden]; without a head the output of the last block.

@@ -5,6 +5,8 @@ its own logits.
 """
 
 from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +15,33 @@ from shardbook.comm.compile_on_cuda import fused
 
 # (a chunk's logits, the rows that it has, whether gradients are wanted) -> (losses, gradient of the logits)
 ChunkLoss = Callable[[Tensor, slice, bool], tuple[Tensor, Tensor]]
+Total = Callable[[Tensor], Tensor]  # of the losses of all targets, fp32 [n]
+# of numbers [k, n] of one part of a vocabulary: those of all parts, [parts, k, n]
+GatherParts = Callable[[Tensor], Tensor]
 LogitTransform = Callable[[Tensor], Tensor]  # what a family's forward does with its head's logits [n, vocabulary]
+
+
+class VocabularyPart(NamedTuple):
+    """The part of a vocabulary that logits are of."""
+
+    first: int  # its first token id
+    size: int  # of the whole vocabulary
+    gather: GatherParts | None  # None: it is the whole
+
+
+class LossOfLogits(Protocol):
+    """A loss that is made of logits, beside the targets of these."""
+
+    def of_targets(self, part: VocabularyPart, targets: Tensor) -> tuple[ChunkLoss, Total]:
+        """Returns the loss of a chunk of `targets`, and the total of the losses of all."""
+        ...
+
+
+def cross_entropy_of(part: VocabularyPart, targets: Tensor) -> ChunkLoss:
+    """Returns the cross-entropy of a chunk of `targets`."""
+    if part.gather is None:
+        return partial(chunk_cross_entropy, targets)
+    return partial(cross_entropy_of_part, part.gather, targets - part.first)
 
 
 def subtract_one(grad_logits: Tensor, where: Tensor) -> Tensor:
@@ -45,7 +73,7 @@ def chunk_cross_entropy(targets: Tensor, logits: Tensor, chunk: slice, trains: b
 
 
 def cross_entropy_of_part(
-    gather: Callable[[Tensor], Tensor], targets: Tensor, logits: Tensor, chunk: slice, trains: bool
+    gather: GatherParts, targets: Tensor, logits: Tensor, chunk: slice, trains: bool
 ) -> tuple[Tensor, Tensor]:
     """Returns `chunk_cross_entropy` of the rows `chunk` where the vocabulary is in parts, each with its logits [n, V],
     and `targets` count from the first of these. `gather` returns three numbers a row of all parts, [parts, 3, n], of

@@ -5,13 +5,14 @@ the teacher's logits of a chunk are whole everywhere.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardbook.comm.compile_on_cuda import fused
-from shardbook.model.cross_entropy import subtract_one, subtract_one_of_part
+from shardbook.model.cross_entropy import ChunkLoss, Total, VocabularyPart, subtract_one, subtract_one_of_part
 
 
 class TeacherOutput(NamedTuple):
@@ -21,6 +22,16 @@ class TeacherOutput(NamedTuple):
     logits: Callable[[Tensor, int], Tensor]  # of its hidden states [m, hidden size]: those of the first tokens
     temperature: float
     ratio: float  # share of the teacher in the loss (kd_ratio)
+
+    def of_targets(self, part: VocabularyPart, targets: Tensor) -> tuple[ChunkLoss, Total]:
+        """Returns the loss of a chunk of `targets`, and the total of the losses of all: three sums, see
+        `total_with_teacher`."""
+        divergences = torch.zeros(len(targets), device=targets.device)
+        if part.gather is None:
+            chunk_loss: ChunkLoss = partial(chunk_distillation_loss, self, targets, divergences)
+        else:
+            chunk_loss = partial(distillation_of_part, part, self, targets - part.first, divergences)
+        return chunk_loss, partial(total_with_teacher, self, divergences)
 
 
 def distillation_loss(
@@ -75,9 +86,7 @@ def total_with_teacher(teacher: TeacherOutput, divergences: Tensor, losses: Tens
 
 
 def distillation_of_part(
-    gather: Callable[[Tensor], Tensor],
-    first: int,
-    size: int,
+    part: VocabularyPart,
     teacher: TeacherOutput,
     targets: Tensor,
     divergences: Tensor,
@@ -85,20 +94,18 @@ def distillation_of_part(
     chunk: slice,
     trains: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Returns `chunk_distillation_loss` where a vocabulary of `size` is in parts, this one from `first` on with its
-    logits [n, V]; `targets` count from `first`. `gather` returns numbers [k, n] of each part as [parts, k, n]: twice,
-    five numbers a row, and then one."""
-    device_type, teacher_logits = logits.device.type, teacher.logits(teacher.hidden[chunk], size)
-    both = (
-        logits,
-        teacher_logits[:, first : first + logits.shape[1]],
-    )  # fewer columns where the teacher has fewer tokens
+    """Returns `chunk_distillation_loss` where a vocabulary is in parts, with the logits [n, V] of one of them;
+    `targets` count from its first token. It gathers five numbers a row, and then one."""
+    assert part.gather is not None, "it is the whole"
+    device_type, teacher_logits = logits.device.type, teacher.logits(teacher.hidden[chunk], part.size)
+    # fewer columns where the teacher has fewer tokens
+    both = logits, teacher_logits[:, part.first : part.first + logits.shape[1]]
     stats = fused(row_stats, device_type, static_widths=True)(*both, targets[chunk], teacher.temperature)
-    log_sum, scaled_log_sum, picked = combine_row_stats(gather(stats))
+    log_sum, scaled_log_sum, picked = combine_row_stats(part.gather(stats))
     slopes = fused(divergence_of_part, device_type, static_widths=True)
     rows = teacher_logits, targets[chunk], log_sum, scaled_log_sum
     divergence, grad_logits = slopes(*both, *rows, teacher.temperature, teacher.ratio, trains)
-    divergences[chunk] = gather(divergence[None]).sum(0)[0]
+    divergences[chunk] = part.gather(divergence[None]).sum(0)[0]
     return log_sum - picked, grad_logits
 
 

@@ -10,8 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from shardbook.model.cross_entropy import ChunkLoss, LogitTransform, chunk_cross_entropy
-from shardbook.model.distillation import TeacherOutput, chunk_distillation_loss, total_with_teacher
+from shardbook.model.cross_entropy import (
+    ChunkLoss,
+    GatherParts,
+    LogitTransform,
+    LossOfLogits,
+    Total,
+    VocabularyPart,
+    cross_entropy_of,
+)
 
 PRODUCT_ROWS = 32_768  # rows of the head's gradient that one product makes
 
@@ -25,26 +32,28 @@ class LossHead(nn.Linear):
 
     chunk_tokens: int = 0
     logit_transform: LogitTransform | None = None
+    first: int = 0  # the first token id of the rows that are here
+    gather_parts: GatherParts | None = None  # where other parts of the vocabulary lie elsewhere
 
     def forward(
-        self, hidden: Tensor, targets: Tensor | None = None, summed: bool = False, teacher: TeacherOutput | None = None
+        self, hidden: Tensor, targets: Tensor | None = None, summed: bool = False, loss: LossOfLogits | None = None
     ) -> Tensor:
         """Returns the loss of each target [n] or, `summed`, their sum: then forward makes the gradients too, from the
         logits that it has; otherwise backward computes each chunk's logits again. Without targets: logits [n,
-        vocabulary]. With a `teacher` three sums [3]: the loss, which alone has a gradient, and the negative
-        log-likelihood and the divergence that it is made of."""
+        vocabulary]. `loss`: returns what that makes of the logits, in place of cross-entropy; its first number alone
+        has a gradient, which forward makes."""
         if targets is None:
             return self.logits(hidden)
-        weight = self.local_weight
         rows = self.chunk_tokens or max(1, len(targets))
-        chunk_loss = self.chunk_loss_of(targets)
-        total: Callable[[Tensor], Tensor] | None = torch.sum if summed else None
-        if teacher:
-            divergences = torch.zeros(len(targets), device=hidden.device)
-            chunk_loss = self.distillation_of(teacher, targets, divergences)
-            total = partial(total_with_teacher, teacher, divergences)
+        part = VocabularyPart(self.first, self.out_features, self.gather_parts)
+        if loss is None:
+            total: Total | None = torch.sum if summed else None
+            chunk_loss = cross_entropy_of(part, targets)
+        else:
+            chunk_loss, total = loss.of_targets(part, targets)
         if self.logit_transform:
             chunk_loss = partial(transformed_chunk_loss, self.logit_transform, chunk_loss)
+        weight = self.local_weight
         return _ChunkedLoss.apply(hidden, weight, self.bias, rows, chunk_loss, total, torch.is_grad_enabled())
 
     def logits(self, hidden: Tensor, count: int | None = None) -> Tensor:
@@ -56,13 +65,6 @@ class LossHead(nn.Linear):
     def local_weight(self) -> Tensor:
         """The rows of the weight that are here, as a plain tensor: all of them."""
         return self.weight
-
-    def chunk_loss_of(self, targets: Tensor) -> ChunkLoss:
-        return partial(chunk_cross_entropy, targets)
-
-    def distillation_of(self, teacher: TeacherOutput, targets: Tensor, divergences: Tensor) -> ChunkLoss:
-        """Returns the loss of a chunk of `targets` beside a `teacher`, which writes their `divergences`."""
-        return partial(chunk_distillation_loss, teacher, targets, divergences)
 
 
 class ScoreHead(nn.Linear):
@@ -97,7 +99,7 @@ class _ChunkedLoss(torch.autograd.Function):
         bias: Tensor | None,
         rows: int,
         chunk_loss: ChunkLoss,
-        total: Callable[[Tensor], Tensor] | None,
+        total: Total | None,
         trains: bool,
     ) -> Tensor:
         wanted = [trains and total is not None and needed for needed in ctx.needs_input_grad[:3]]

@@ -10,7 +10,6 @@ compile and stage.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,8 +25,6 @@ from shardbook.comm.collectives import all_gather_tokens
 from shardbook.local_tensors import local_part
 from shardbook.model.blocks import put
 from shardbook.model.causal_lm import CausalLM
-from shardbook.model.cross_entropy import ChunkLoss, cross_entropy_of_part
-from shardbook.model.distillation import TeacherOutput, distillation_of_part
 from shardbook.model.loss_head import LossHead
 from shardbook.parallel.tensor_linears import (
     TPGroup,
@@ -73,7 +70,6 @@ class VocabParallelHead(LossHead):
     row."""
 
     tp_group: TPGroup
-    first: int  # the first token id of its rows
 
     @property
     def local_weight(self) -> Tensor:
@@ -86,15 +82,9 @@ class VocabParallelHead(LossHead):
         rows = F.pad(part, (0, share - part.shape[1])).t()
         return all_gather_tokens(rows[None], self.tp_group)[0, : self.out_features].t()[:, :count]
 
-    def distillation_of(self, teacher: TeacherOutput, targets: Tensor, divergences: Tensor) -> ChunkLoss:
-        given = self._gather, self.first, self.out_features, teacher, targets - self.first, divergences
-        return partial(distillation_of_part, *given)
-
-    def chunk_loss_of(self, targets: Tensor) -> ChunkLoss:
-        return partial(cross_entropy_of_part, self._gather, targets - self.first)
-
-    def _gather(self, row_stats: Tensor) -> Tensor:
-        return all_gather_tokens(row_stats[None], self.tp_group).view(self.tp_group.size, *row_stats.shape)
+    def gather_parts(self, numbers: Tensor) -> Tensor:
+        """Returns `numbers` [k, n] of every rank, [ranks, k, n]. Collective."""
+        return all_gather_tokens(numbers[None], self.tp_group).view(self.tp_group.size, *numbers.shape)
 
 
 def make_vocabulary_parallel(module: Any, kind: type[nn.Module], tp_group: TPGroup, is_tied: bool = False) -> None:

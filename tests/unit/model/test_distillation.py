@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from shardbook.model.cross_entropy import VocabularyPart
 from shardbook.model.distillation import (
     TeacherOutput,
     combine_row_stats,
@@ -55,5 +56,5 @@ def test_where_nothing_is_trained_the_logits_come_back():
     logits, divergences = torch.randn(ROWS, 40), torch.zeros(ROWS)
     teacher = TeacherOutput(torch.randn(ROWS, 4), lambda hidden, count: torch.randn(len(hidden), count), 1.0, 0.5)
     given = teacher, torch.zeros(ROWS, dtype=torch.int64), divergences, logits, slice(0, ROWS)
-    losses, same = distillation_of_part(lambda numbers: numbers[None], 0, 40, *given, False)
+    losses, same = distillation_of_part(VocabularyPart(0, 40, lambda numbers: numbers[None]), *given, False)
     assert same is logits and losses.shape == (ROWS,) and divergences.min() > 0
