@@ -109,6 +109,17 @@ def test_a_preference_has_accuracy_and_margin_against_its_reference(recipe, tmp_
     assert found["weights"].endswith("checkpoints/step-000003")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["dpo", "reward"])
+def test_preferences_are_evaluated_beside_axes(method, recipe, tmp_path):
+    rows = write_pairs(tmp_path / "pairs.jsonl", 24)
+    words = [f"method={method}", f"data.train={rows}", "data.eval_size=6", "optim.learning_rate=1e-2"]
+    run = run_train(2, recipe, f"axes-{method}", *words, "train.steps=3")
+    for axis in ("cp", "pp", "tp"):
+        found = evaluated(2, run, f"parallel.{axis}_size=2")
+        assert {name: found[name] for name in last(run)} == pytest.approx(last(run), rel=1e-4, abs=1e-6), axis
+
+
 def test_adapters_are_evaluated_with_their_base(recipe):
     words = ["lora.r=4", "data.eval_size=6", "optim.learning_rate=1e-1", "train.steps=3"]
     run = run_train(2, recipe, "adapters", *words)

@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from planted import replace
 from recorded import Record
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
-from world import train_rank
+from world import STREAMS, train_rank
 
 RATE, DECAY, MAX_NORM = 3e-3, 0.1, 0.5
 TOLERANCE = 1e-6  # of a model of three blocks in fp32 beside one in fp64
@@ -611,7 +612,7 @@ def rows_of_first(case: Case, rows: list[reference.Row], micro: int) -> tuple[li
     if case.said("data.packing", "true") == "false":
         own = [[document] for row in own for document in row]
         length = max(len(ids) for row in own for ids, _ in row)
-    multiple = math.lcm(64, case.tp * case.cp)
+    multiple = math.lcm(128 if os.environ.get(STREAMS) else 64, case.tp * case.cp)  # a GPU's kernels take 128 rows
     return own, len(own), -(-length // multiple) * multiple
 
 

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from shardbook.data.loader import Batching, MicroBatch
+from shardbook.data.loader import MicroBatch
 from shardbook.data.tokenized import Totals
 from shardbook.objectives.distill import NLL_AND_KL, distill_terms
 from shardbook.objectives.preference import METRICS, preference_terms
@@ -38,9 +38,9 @@ class Objective:
         more = {"sum_slices": sum_slices} if self.sequences else {}
         return lambda model, micro: self.terms(model, micro, totals, **more)
 
-    def copies(self, batching: Batching) -> int:
+    def copies(self, tp_size: int, cp_size: int) -> int:
         """Returns how many ranks compute the same terms: those along tp and, where they are of sequences, along cp."""
-        return batching.tp_size * (batching.cp_size if self.sequences else 1)
+        return tp_size * (cp_size if self.sequences else 1)
 
     def add_up(self, terms: Iterable[Tensor], device: torch.device) -> Tensor:
         """Returns the sum of the `terms` of micro-batches, [1 + metrics] fp32."""

@@ -46,5 +46,5 @@ def evaluate(
     sums = objective.add_up(terms, ranks.device)
     sharded.reshard()
     model.train()
-    shared = sums / objective.copies(batching)
+    shared = sums / objective.copies(batching.tp_size, batching.cp_size)
     return dict(zip(objective.names("eval"), sum_over_ranks(*shared.tolist()), strict=True))

@@ -173,7 +173,8 @@ class StepLog(contextlib.AbstractContextManager["StepLog"]):
         bytes are measured. Raises NotFinite where that step has a number that is not finite. Collective."""
         if self.ledger.close():
             self.console.show_traffic(self.ledger.traffic, self.predicted)
-        sums = self.job.objective.add_up(terms, self.ranks.device) / self.job.objective.copies(self.job.batching)
+        objective, layout = self.job.objective, self.job.layout
+        sums = objective.add_up(terms, self.ranks.device) / objective.copies(layout.tp_size, layout.cp_size)
         dist.all_reduce(sums)
         # a pipeline stage without a loss returns a zero for each of its chunks
         losses = [of_micro[:1] for of_micro in terms if of_micro.ndim]
