@@ -67,7 +67,7 @@ def losses_of(axis, families):
     logging.set_verbosity_error()
     device, rank, found = torch.device("cpu"), ranks.rank, {}
     encoded = [{"input_ids": document.tolist(), "mask": [True] * len(document)} for row in rows() for document in row]
-    slices = {"cp_rank": rank, "cp_size": 2} if axis == "cp_size" else {}
+    slices = {"slice_number": rank, "slices": 2} if axis == "cp_size" else {}
     for family in families:
         theirs = weights_of(family)
         settings = {"model": {"path": "there"}, "train": {"steps": 1}, "parallel": {axis: 2, "stage": "zero1"}}

@@ -94,10 +94,9 @@ class Batching:
     documents: int = 1  # most documents in a row
     multiple: int = ROUND_TO["cpu"]  # row lengths are rounded up to a multiple of it
     sequences: int = 1  # of an example: 2 where it is a pair
-    tp_size: int = 1  # ranks that see the same tokens
-    cp_rank: int = 0  # the slice of each row that this rank sees
-    cp_size: int = 1
-    pp_size: int = 1  # ranks that see the same tokens
+    slice_number: int = 0  # of the slice of each row that this rank sees
+    slices: int = 1
+    copies: int = 1  # ranks that see the same tokens
 
 
 def choose_batching(
@@ -107,11 +106,9 @@ def choose_batching(
     row_length = data.max_length * sequences if data.packing else None
     # of all parts, so that boundaries have the same shape in every micro-batch, of an evaluation too
     most = max((len(row) for part in parts if part for row in part.rows), default=1)
-    multiple = math.lcm(ROUND_TO[device_type], at.tp_size * at.cp_size)  # equal shares of a row for all tp and cp ranks
+    multiple = math.lcm(ROUND_TO[device_type], at.row_parts)  # so that ranks have equal shares of a row
     shape = row_length, train.per_device_train_batch_size
-    return Batching(
-        *shape, at.dp_rank, at.dp_size, most, multiple, sequences, at.tp_size, at.cp_rank, at.cp_size, at.pp_size
-    )
+    return Batching(*shape, at.dp_rank, at.dp_size, most, multiple, sequences, *at.slice_of_rows, at.copies)
 
 
 class RowError(RuntimeError):
@@ -203,11 +200,11 @@ def eval_micro_batches(documents: Documents, batching: Batching) -> Iterator[Mic
         yield build_micro_batch(documents.encoded, rows, batching, documents.reference)
 
 
-def count_totals(micros: list[MicroBatch], sequences: int, cp_rank: int = 0) -> tuple[int, int, int]:
+def count_totals(micros: list[MicroBatch], sequences: int, slice_number: int = 0) -> tuple[int, int, int]:
     """Returns the counts that one rank's `micros` add to Totals, with `sequences` to an example. Slices have tokens of
     their own and the same examples, which the first one counts."""
     trained = [count for micro in micros for count in micro.trained]
-    return sum(trained), len(trained) // sequences * (cp_rank == 0), sum(trained[::sequences])
+    return sum(trained), len(trained) // sequences * (slice_number == 0), sum(trained[::sequences])
 
 
 def sequences_of(document: dict[str, Any]) -> Iterator[tuple[list[int], list[bool]]]:
@@ -262,15 +259,15 @@ def build_micro_batch(
     micro = MicroBatch(
         ids, places, cu_seqlens, positions, targets, *facts, counts, torch.tensor(ends, dtype=torch.int64), known
     )
-    return slice_rows(micro, batching) if batching.cp_size > 1 else micro
+    return slice_rows(micro, batching) if batching.slices > 1 else micro
 
 
 def slice_rows(micro: MicroBatch, batching: Batching) -> MicroBatch:
     """Returns a context-parallel rank's slice of the micro-batch `micro`. Positions and targets must exist before: the
     last token of a slice predicts the first of the next."""
     length = micro.input_ids.shape[1]
-    each = length // batching.cp_size
-    start = batching.cp_rank * each
+    each = length // batching.slices
+    start = batching.slice_number * each
     rows, columns = micro.positions // length, micro.positions % length
     in_slice = (start <= columns) & (columns < start + each)
     ids, places = (of[:, start : start + each].contiguous() for of in (micro.input_ids, micro.position_ids))
@@ -282,7 +279,7 @@ def slice_rows(micro: MicroBatch, batching: Batching) -> MicroBatch:
     end_rows, end_columns = micro.ends // length, micro.ends % length
     ends_in_slice = (start <= end_columns) & (end_columns < start + each)
     ends = torch.where(ends_in_slice, end_rows * each + end_columns - start, -1)
-    facts = micro.packed, micro.max_seqlen, micro.pairs * (batching.cp_rank == 0), trained
+    facts = micro.packed, micro.max_seqlen, micro.pairs * (batching.slice_number == 0), trained
     tensors = ids, places, micro.cu_seqlens, positions, micro.targets[in_slice]
     of_sequences = micro.counts, ends, micro.reference  # of whole sequences, on each slice
-    return MicroBatch(*tensors, *facts, *of_sequences, slices=batching.cp_size)
+    return MicroBatch(*tensors, *facts, *of_sequences, slices=batching.slices)

@@ -38,10 +38,6 @@ class Objective:
         more = {"sum_slices": sum_slices} if self.sequences else {}
         return lambda model, micro: self.terms(model, micro, totals, **more)
 
-    def copies(self, tp_size: int, cp_size: int) -> int:
-        """Returns how many ranks compute the same terms: those along tp and, where they are of sequences, along cp."""
-        return tp_size * (cp_size if self.sequences else 1)
-
     def add_up(self, terms: Iterable[Tensor], device: torch.device) -> Tensor:
         """Returns the sum of the `terms` of micro-batches, [1 + metrics] fp32."""
         sums = torch.zeros(1 + len(self.metrics), device=device)

@@ -115,6 +115,16 @@ class Layout:
         """As many micro-batches of a step as bring all moments of one; further ones repeat them."""
         return 3 * self.pipeline.ranks
 
+    def term_copies(self, of_sequences: bool) -> int:
+        """Returns how many ranks compute the same terms of a loss: those along tp and, where the terms are of whole
+        sequences, those along cp."""
+        return self.tp_size * (self.cp_size if of_sequences else 1)
+
+    @property
+    def token_parts(self) -> int:
+        """The number of ranks that share the tokens of hidden states between blocks."""
+        return self.tp_size
+
     @property
     def matrix_parts(self) -> int:
         """The number of parts of a matrix, of which each rank has one."""

@@ -52,6 +52,21 @@ class DataRank(NamedTuple):
     cp_size: int = 1
     pp_size: int = 1  # ranks of every stage see the same tokens, only the last computes the loss
 
+    @property
+    def copies(self) -> int:
+        """The number of ranks that see the same tokens."""
+        return self.tp_size * self.pp_size
+
+    @property
+    def row_parts(self) -> int:
+        """The number of ranks that share a row's tokens, somewhere in a model."""
+        return self.tp_size * self.cp_size
+
+    @property
+    def slice_of_rows(self) -> tuple[int, int]:
+        """The number of the slice of each row that this rank sees, and that of all slices."""
+        return self.cp_rank, self.cp_size
+
 
 def fold_sizes(sizes: dict[str, int], shards: bool) -> dict[str, int]:
     """Returns the sizes of the axes on which parameters lie: cp becomes a part of dp_shard or, where the stage does not

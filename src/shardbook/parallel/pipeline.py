@@ -49,7 +49,7 @@ class PipelineLinks:
     """
 
     pipeline: Pipeline
-    tp_size: int  # ranks that share the tokens of a message
+    token_parts: int  # ranks that share the tokens of a message
     width: int  # of a token's hidden state
     dtype: torch.dtype
     everyone: dist.ProcessGroup  # all ranks along pp
@@ -73,7 +73,7 @@ class PipelineLinks:
         """Allocates, on the compute stream, a receive buffer for hidden states of tokens [B, L] of this `shape`. That
         stream may still be reading what lay in this memory before, so the buffer may be written only after the work
         launched so far."""
-        tokens = shape if self.tp_size == 1 else (1, shape.numel() // self.tp_size)
+        tokens = shape if self.token_parts == 1 else (1, shape.numel() // self.token_parts)
         tensor = torch.empty(*tokens, self.width, dtype=self.dtype, device=device)
         return RecvBuffer(tensor, is_forward, torch.cuda.current_stream().record_event() if self.stream else None)
 
@@ -193,5 +193,5 @@ def build_pipeline_links(model: Any, layout: Layout, mesh: DeviceMesh) -> Pipeli
             group = dist.new_group([column[0], column[-1]], group_desc=PP_ENDS)
             ends = group if rank in (column[0], column[-1]) else ends
     stream = torch.cuda.Stream() if mesh.device_type == "cuda" else None
-    facts = layout.tp_size, model.config.hidden_size, layout.dtype("params")
+    facts = layout.token_parts, model.config.hidden_size, layout.dtype("params")
     return PipelineLinks(pipeline, *facts, mesh.get_group(PP), ends, to, by, stream)

@@ -59,7 +59,7 @@ class BatchPrefetcher:
         waited = time.perf_counter() - began
         self._future = self._make()
         batching = self.loader.batching
-        wait = begin_sum(*count_totals(micros, batching.sequences, batching.cp_rank), *count_work(micros))
+        wait = begin_sum(*count_totals(micros, batching.sequences, batching.slice_number), *count_work(micros))
         self._prefetched = Prefetched(micros, error, waited, wait)
         self.flags.begin()
 
@@ -67,8 +67,7 @@ class BatchPrefetcher:
         """Returns the next step, and moves the loader's position past it; None where a rank was asked to stop. Raises
         RunFailed for rows that cannot be read. Counts are summed on the host: no device sync. Collective."""
         batch = self._prefetched
-        copies = self.loader.batching.tp_size * self.loader.batching.pp_size  # ranks that count the same tokens
-        tokens, examples, chosen, *work = (count / copies for count in batch.wait())
+        tokens, examples, chosen, *work = (count / self.loader.batching.copies for count in batch.wait())
         if self.flags.stops():
             return None
         if batch.error:

@@ -173,7 +173,7 @@ def slices_of_pairs(rows, packed: bool, slices: int):
     reference = np.arange(2 * len(PAIRS), dtype=np.float32).reshape(-1, 2)
     encoded = Dataset.from_list(documents)
     whole = Batching(192 if packed else None, 2, 0, 1, documents=2, multiple=64 * slices, sequences=2)
-    parts = [replace(whole, cp_rank=number, cp_size=slices) for number in range(slices)]
+    parts = [replace(whole, slice_number=number, slices=slices) for number in range(slices)]
     built = [build_micro_batch(encoded, rows, each, reference) for each in (whole, *parts)]
     return built[0], built[1:]
 
@@ -237,7 +237,7 @@ def slices_of(rows, packed: bool, slices: int):
     documents = [{"input_ids": [next(ids) for _ in range(n)], "mask": [bool(x) for x in mask]} for n, mask in DOCUMENTS]
     encoded = Dataset.from_list(documents)
     whole = Batching(192 if packed else None, 2, 0, 1, documents=4, multiple=64 * slices)
-    parts = [replace(whole, cp_rank=number, cp_size=slices) for number in range(slices)]
+    parts = [replace(whole, slice_number=number, slices=slices) for number in range(slices)]
     return build_micro_batch(encoded, rows, whole), [build_micro_batch(encoded, rows, part) for part in parts]
 
 

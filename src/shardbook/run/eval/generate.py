@@ -141,7 +141,7 @@ class Recomputed:
 
     def __init__(self, sharded: ShardedModel, prompts: list[list[int]], width: int, device: torch.device):
         self.sharded, self.rows, self.device = sharded, [list(prompt) for prompt in prompts], device
-        multiple = math.lcm(ROUND_TO[device.type], sharded.layout.data_rank(0).tp_size)
+        multiple = math.lcm(ROUND_TO[device.type], sharded.layout.token_parts)
         self.batching = Batching(None, len(prompts), 0, 1, multiple=multiple)
 
     def next_tokens(self, choose: Callable[[Tensor], Tensor]) -> Tensor:

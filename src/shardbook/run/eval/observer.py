@@ -46,5 +46,5 @@ def evaluate(
     sums = objective.add_up(terms, ranks.device)
     sharded.reshard()
     model.train()
-    shared = sums / objective.copies(batching.tp_size, batching.cp_size)
+    shared = sums / sharded.layout.term_copies(objective.sequences)
     return dict(zip(objective.names("eval"), sum_over_ranks(*shared.tolist()), strict=True))

@@ -104,7 +104,7 @@ class Reference:
     @torch.no_grad()
     def _compute(self, documents: Documents, sharded: ShardedModel) -> np.ndarray:
         """Returns log-probabilities, fp32 [encoded, sequences]; infinite for a document in no row."""
-        batching, device, pipeline = self.loader.batching, self.ranks.device, sharded.layout.pipeline
+        batching, device = self.loader.batching, self.ranks.device
         logps = torch.full((len(documents.encoded), batching.sequences), torch.inf)
 
         def loss_function(model: Any, micro: MicroBatch) -> Tensor:
@@ -116,7 +116,7 @@ class Reference:
             if self.stopped:
                 break
             summed = run_forward(sharded, micro, loss_function, device)
-            if pipeline.has_last_pp_stage:  # what other stages return is no log-probability
+            if summed.ndim:  # another stage than the last returns a single zero
                 logps[[document for row in rows for document in row]] = summed.view(-1, batching.sequences).cpu()
         sharded.reshard()
         model.train()

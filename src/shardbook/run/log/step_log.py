@@ -174,7 +174,7 @@ class StepLog(contextlib.AbstractContextManager["StepLog"]):
         if self.ledger.close():
             self.console.show_traffic(self.ledger.traffic, self.predicted)
         objective, layout = self.job.objective, self.job.layout
-        sums = objective.add_up(terms, self.ranks.device) / objective.copies(layout.tp_size, layout.cp_size)
+        sums = objective.add_up(terms, self.ranks.device) / layout.term_copies(objective.sequences)
         dist.all_reduce(sums)
         # a pipeline stage without a loss returns a zero for each of its chunks
         losses = [of_micro[:1] for of_micro in terms if of_micro.ndim]

@@ -99,7 +99,7 @@ class Rows:
 def build_log(folder, metrics=(), **train):
     """A log of one rank, which measures no memory and counts no traffic."""
     recipe = Recipe(train=Train(steps=5, **train), run={"report_to": "none"})
-    layout = SimpleNamespace(mesh={}, tp_size=1, cp_size=1, groups=lambda rank: {WORLD: [0]})
+    layout = SimpleNamespace(mesh={}, term_copies=lambda of_sequences: 1, groups=lambda rank: {WORLD: [0]})
     objective = Objective(lambda *given: None, metrics=metrics)
     job = SimpleNamespace(
         recipe=recipe,
