@@ -21,6 +21,7 @@ from cases import (
     outcomes_of,
     relative_error,
     run_cases,
+    same_bits,
 )
 from pairs import DIFFERENCE
 from safetensors.torch import load_file
@@ -293,6 +294,20 @@ def test_a_planted_bug_turns_it_red(bug, recipe, models, adapters, tmp_path):
     with pytest.raises(AssertionError, match=r"e-|losses|gradient|drifted"):
         want = train_adapted(plain_model(models, kind), adapters / kind, recipe, models, case)
         assert_case(case, outcomes_of(case, tmp_path), want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [(), ("optim.name=adamw_bf16", "precision.master=bf16")], ids=["fp32", "bf16"])
+def test_a_pipeline_has_the_bits_of_one_stage(words, recipe, models, adapters, tmp_path):
+    """Frozen weights are not tied by gradients, so nothing is added in another order, nor rounded in another way."""
+    orders = [{}, {"pp": 2, "schedule": "gpipe"}, LOOPED]
+    found = []
+    for order in orders:
+        case = adapted(*of("deep", "zero3", 1, 1, 4, extra=words, **order), adapters)
+        assert run_world(case.world, run_cases, recipe, models, [case], tmp_path) == [[]] * case.world
+        found.append(outcomes_of(case, tmp_path))
+        assert_exact_bytes(found[-1])
+    assert all(same_bits(other[0].result, found[0][0].result) for other in found[1:])
 
 
 PAIRS = ("method=dpo", "data.max_length=96", "lora.r=4", "lora.lora_alpha=8", "optim.learning_rate=1e-3")

@@ -30,7 +30,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Returns the optimizer optim.name over the sharded parameters. Muon takes the matrices of the model's `blocks`;
     adamw_bf16 rounds by `seed`, the same on every rank, and by the place of a parameter among `full_shapes`, those of
-    the whole model (None: `model` is all of it)."""
+    all that the whole model trains (None: `model` is all of it)."""
     noise = NoiseSource(seed, full_shapes)
     return OPTIMIZERS[optim.name].build(model, parameter_groups(model, optim), optim, noise)
 

@@ -72,8 +72,8 @@ class AdamWBf16(torch.optim.Optimizer):
 
 
 def numbers_in_whole(model: nn.Module, full_shapes: Mapping[str, torch.Size] | None) -> list[int] | None:
-    """Returns the number of each parameter of `parameter_groups` in those of the whole model, which has `full_shapes`;
-    None where `model` is all of it."""
+    """Returns the number of each parameter of `parameter_groups` in those of the whole model, which trains
+    `full_shapes`; None where `model` is all of it."""
     names = dict(model.named_parameters())
     if not full_shapes or all(name in names for name in full_shapes):
         return None

@@ -185,6 +185,11 @@ class Layout:
         """The shape of every parameter of the whole model, in order, without those of a teacher beside it."""
         return {name: each.shape for name, each in self.placements.items() if not name.startswith(NOT_STORED)}
 
+    @property
+    def trained_shapes(self) -> dict[str, torch.Size]:
+        """Those of `full_shapes` that are trained."""
+        return {name: shape for name, shape in self.full_shapes.items() if self.placements[name].trained}
+
     @cached_property
     def file_shapes(self) -> dict[str, torch.Size]:
         """The shape of every weight of the whole model in its files, by its name there, in order."""

@@ -39,4 +39,4 @@ def allocate_state(
     if sharded.layout.offload.optimizer != "none":
         return offload_state(model, sharded, optim, device)
     materialize(model, device)
-    return build_optimizer(model, optim, seed, sharded.layout.full_shapes)
+    return build_optimizer(model, optim, seed, sharded.layout.trained_shapes)

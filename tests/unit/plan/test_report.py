@@ -218,9 +218,10 @@ def test_more_ranks_than_a_node_has_are_told():
     assert said.startswith("tensor   8 ranks share matrices") and "slow: a node has 4 ranks" in said
     assert "heads do not divide" in said  # nine
     assert describe_shared(report_on(plan_of("llama-3.2-1b"), "h100", 8)) == []
-    planner = build_planner(plan_of("llama-3.2-1b", "parallel.tp_size=8"))
-    found = planner.lay_out(planner.recipe, build_cluster("h100", 8))
-    assert describe_sharing(found.layout) == "8 ranks share matrices, and tokens between them"
+    for words in ([], ["lora.r=16"], ["lora.r=16", "model.load_in_4bit=true", "model.bnb_4bit_use_double_quant=true"]):
+        planner = build_planner(plan_of("llama-3.2-1b", "parallel.tp_size=8", *words))
+        found = planner.lay_out(planner.recipe, build_cluster("h100", 8))
+        assert describe_sharing(found.layout) == "8 ranks share matrices, and tokens between them"
     report = report_on(plan_of("smollm2-135m", "parallel.cp_size=8", "data.max_length=2048"), "h100", 8, a_node=4)
     said, *advised = describe_shared(report)
     assert all(line.endswith("(advised)") for line in advised)
