@@ -134,8 +134,8 @@ def test_recipes_that_load_break_none():
     "words, parts",
     [
         (
-            ["parallel.tp_size=2", "generate.steps=5", "train.eval_steps=5"],
-            ["and generate.steps = 5: they do", "eval_steps = 5: needs"],
+            ["parallel.tp_size=2", "optim.name=muon", "train.eval_steps=5"],
+            ["and optim.name = 'muon': they do", "eval_steps = 5: needs"],
         ),
         (
             ["parallel.stage=ddp", "parallel.forward_prefetch=1", "offload.optimizer=cpu"],
@@ -149,8 +149,8 @@ def test_recipes_that_load_break_none():
             ["'bf16' and optim.name = 'adamw': rounded", "beta = 0.2 and method", "true: four bits cannot be trained"],
         ),
         (
-            ["parallel.tp_size=2", "parallel.cp_size=2", "generate.steps=1"],
-            ["tp_size = 2, parallel.cp_size = 2 and gen"],
+            ["parallel.tp_size=2", "parallel.cp_size=2", "parallel.stage=zeropp", "parallel.quantize_weights=8"],
+            ["tp_size = 2, parallel.cp_size = 2 and parallel.stage = 'zeropp'"],
         ),
         (
             ["train.async_save=wait", "offload.optimizer=nvme", "offload.path=/scratch"],
@@ -257,7 +257,7 @@ def test_the_matrix_says_each_pair_and_why():
     lines = write_matrix().splitlines()
     refused = sum(bool(found) for found in find_cells().values())
     rows = lines[2 : 2 + len(CAPABILITIES)]
-    assert sum(row[22:].count("-") for row in rows) == refused > 100
+    assert sum(row[22:].count("-") for row in rows) == refused > 80
     assert max(map(len, rows)) <= 110
     assert any(
         line.startswith("cp_size with eager attention: ") and "set model.attention=sdpa" in line for line in lines
