@@ -78,8 +78,9 @@ class ScoreHead(nn.Linear):
         scores = F.linear(hidden, self.weight)[:, 0].to(torch.float32, copy=True)
         if self.share_of is None:
             return scores
-        share = self.share_of(len(scores))
-        return torch.cat([scores[: share.start].detach(), scores[share], scores[share.stop :].detach()])
+        in_share = torch.zeros_like(scores, dtype=torch.bool)
+        in_share[self.share_of(len(scores))].fill_(True)  # of none, where there are more ranks than scores
+        return torch.where(in_share, scores, scores.detach())
 
 
 class _ChunkedLoss(torch.autograd.Function):
