@@ -13,7 +13,6 @@ from cases import (
     DECAY,
     MAX_NORM,
     RATE,
-    STEPS,
     TOLERANCE,
     Case,
     assert_events,
@@ -27,6 +26,7 @@ from cases import (
     relative_error,
     run_cases,
 )
+from pipeline_cases import deep
 from planted import replace
 from safetensors import safe_open
 from tiny import write_model
@@ -57,20 +57,20 @@ def words_of(teacher) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def wanted_of(recipe, tiny, teachers):
+def wanted_of(recipe, models, teachers):
     @cache
-    def train(rows: int, clips: bool, tied: bool, more: tuple[str, ...] = (), count: int = STEPS) -> reference.Result:
+    def train(rows: int, clips: bool, folder: str, teacher: str, more: tuple[str, ...], count: int) -> reference.Result:
         load = reference.AutoModelForCausalLM.from_pretrained
-        folders = tiny / ("model" if tied else "untied"), teachers / ("untied" if tied else "tied")
-        models = [load(folder, dtype=torch.float64, attn_implementation="eager") for folder in folders]
-        steps = documents_of_steps(recipe, tiny, rows, more, count)
+        folders = models / folder, teachers / teacher
+        both = [load(each, dtype=torch.float64, attn_implementation="eager") for each in folders]
+        steps = documents_of_steps(recipe, models, rows, more, count)
         return reference.train_taught(
-            *models, steps, TEMPERATURE, RATIO, RATE, DECAY, max_norm=MAX_NORM if clips else 0.0
+            *both, steps, TEMPERATURE, RATIO, RATE, DECAY, max_norm=MAX_NORM if clips else 0.0
         )
 
     def of(case: Case) -> reference.Result:
         more = tuple(word for word in case.extra if word.startswith("data."))
-        return train(case.rows, case.clips, case.tied, more, case.steps)
+        return train(case.rows, case.clips, case.folder, teacher_of(case), more, case.steps)
 
     return of
 
@@ -150,6 +150,7 @@ BESIDE_TOO = [
     Case("zero2", 1, 1, 2, tied=False, tp=2, pp=2),
     Case("zero3", 1, 1, 2, cp=2, pp=2, schedule="gpipe"),
     Case("hsdp", 2, 1, 3, tied=False, clips=True, pp=2),
+    deep("zero2", 1, 1, 4, checkpointing="full", pp=2, chunks=2, schedule="interleaved"),
 ]
 
 

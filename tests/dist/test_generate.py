@@ -197,6 +197,14 @@ def test_more_ranks_that_share_a_model_continue_as_one(ranks, recipe, tiny):
     assert_tokens(recipe, said, runs, tiny / "model")
 
 
+@pytest.mark.slow
+def test_chunks_of_layers_continue_as_one(recipe, models):
+    looped = ("parallel.pipeline_schedule=interleaved", "parallel.pipeline_chunks=2")
+    words = ("parallel.pp_size=2", *looped, "train.gradient_accumulation_steps=2", "parallel.stage=zero2")
+    runs = {"chunks": (*GENERATES, f"model.path={models / 'deep'}", *words)}
+    assert_tokens(recipe, run_world(2, run_all, recipe, runs), runs, models / "deep")
+
+
 def drawn_by_each_stage(recipe, runs):
     """Planted bug: a rank before the last stage goes on with tokens of its own."""
     from shardbook.parallel.pipeline import PipelineLinks
