@@ -75,10 +75,8 @@ def run_all(recipe, runs):
 
 def settings_of(sharded):
     """What fully_shard was told of each unit."""
-    if sharded.replicated:
-        return []
     found = []
-    for unit in sharded.layout.units:
+    for unit in (unit for part in sharded.chunks if not part.replicated for unit in part.layout.units):
         state = unit.handle._get_fsdp_state()
         ahead = [len(state._states_to_forward_prefetch), len(state._states_to_backward_prefetch)]
         every = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch before 2.13 has one
@@ -89,7 +87,7 @@ def settings_of(sharded):
 
 def parts_whole(sharded):
     """Whether each parameter lies as it does between steps."""
-    at_rest = DTensor if not sharded.replicated else torch.nn.Parameter
+    at_rest = torch.nn.Parameter if any(part.replicated for part in sharded.chunks) else DTensor
     return [isinstance(parameter, at_rest) for parameter in sharded.model.parameters()]
 
 
@@ -200,7 +198,7 @@ def test_more_ranks_that_share_a_model_continue_as_one(ranks, recipe, tiny):
 @pytest.mark.slow
 def test_chunks_of_layers_continue_as_one(recipe, models):
     looped = ("parallel.pipeline_schedule=interleaved", "parallel.pipeline_chunks=2")
-    words = ("parallel.pp_size=2", *looped, "train.gradient_accumulation_steps=2", "parallel.stage=zero2")
+    words = ("parallel.pp_size=2", *looped, "train.gradient_accumulation_steps=2", "parallel.stage=zero3")
     runs = {"chunks": (*GENERATES, f"model.path={models / 'deep'}", *words)}
     assert_tokens(recipe, run_world(2, run_all, recipe, runs), runs, models / "deep")
 

@@ -125,8 +125,8 @@ class ShardedModel:
     def gathered_once(self) -> Iterator[None]:
         """Keeps, around forwards without backward, gathered parameters for the next; then frees them and restores
         settings. With hpZ each forward gathers again, inside the node: a secondary mesh cannot be set twice."""
-        again = not self.replicated and not self.layout.switches.secondary
-        freed = [unit.handle for unit in self.layout.units if again and unit.reshard_after_forward]
+        gathering = [part for part in self.chunks if not part.replicated and not part.layout.switches.secondary]
+        freed = [unit.handle for part in gathering for unit in part.layout.units if unit.reshard_after_forward]
         for handle in freed:
             handle.set_reshard_after_forward(False, recurse=False)
         try:
