@@ -20,6 +20,7 @@ def test_parameters_are_freed_again_after_forwards_that_failed():
     units = [SimpleNamespace(handle=Handle(), reshard_after_forward=frees) for frees in (True, True, False)]
     layout, resharded = SimpleNamespace(units=units, switches=SimpleNamespace(secondary=0)), []
     sharded = SimpleNamespace(replicated=None, layout=layout, reshard=lambda: resharded.append(True))
+    sharded.chunks = [sharded]
     with pytest.raises(MemoryError), ShardedModel.gathered_once(sharded):
         assert [unit.handle.frees for unit in units] == [False, False, True]
         raise MemoryError
