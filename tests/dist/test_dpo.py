@@ -154,9 +154,9 @@ def sums_have_sums_of_gradients():
 
 
 def terms_are_counted_on_each_slice():
-    from shardbook.objectives import Objective
+    from shardbook.parallel.layout import Layout
 
-    Objective.copies = lambda objective, tp_size, cp_size: tp_size
+    Layout.term_copies = lambda layout, of_sequences: layout.tp_size
 
 
 def pairs_are_counted_on_each_slice():

@@ -101,7 +101,7 @@ CASES = {
         ["method=distill", "distill.teacher={out}/stranger"],
         ["distill.teacher", "has another tokenizer than the student"],
     ),
-    "tp-beside": (["parallel.tp_size=2", "lora.r=4"], ["parallel.tp_size = 2 and lora.r = 4: they do not compose"]),
+    "tp-beside": (["parallel.tp_size=2", "optim.name=muon"], ["parallel.tp_size = 2 and optim.name = 'muon': they do"]),
     "tp-heads": (["parallel.tp_size=5", "data.max_length=125"], ["parallel.tp_size = 5: the model has 4 heads"]),
     "tp-world": (["parallel.tp_size=2"], ["2 does not divide the world of 1 ranks", "start a multiple of 2 ranks"]),
     "no-recipe": ([], ["no recipe"]),

@@ -29,6 +29,8 @@ class Block(nn.Module):
 class Toy(nn.Module):
     """Embedding tied to the head, two blocks, each run `turns` times: a model with the package's parts and blocks."""
 
+    is_adapted, frozen_identities = False, {}  # a checkpoint has all of it
+
     def __init__(self, vocab: int = 257, width: int = 8, turns: int = 1):
         super().__init__()
         torch.manual_seed(0)

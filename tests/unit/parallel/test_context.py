@@ -25,7 +25,6 @@ BESIDE = {  # what a recipe may not have beside cp_size = 2, and what the error 
     "qwZ": (["parallel.stage=hsdp", "parallel.quantize_weights=8"], ["a switch of ZeRO++", "leave parallel.quantize"]),
     "qgZ": (["parallel.quantize_gradients=[8, 4]"], ["a switch of ZeRO++", "leave parallel.quantize"]),
     "hpZ": (["parallel.stage=hsdp", "parallel.secondary_shard=2"], ["a switch of ZeRO++", "leave parallel.quantize"]),
-    "distill": (["method=distill", "distill.teacher=somewhere"], ["method = 'distill'", "leave parallel.cp_size out"]),
     "eager": (["model.attention=eager"], ["model.attention = 'eager'", "set model.attention=sdpa"]),
     "length": (["data.max_length=127"], ["data.max_length = 127", "must be a multiple of 2"]),
     "both": (["parallel.tp_size=3"], ["parallel.tp_size = 3 and parallel.cp_size = 2", "must be a multiple of 6"]),
