@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 import reference
 import torch
-from adapted import ours, write_adapters
+from adapted import ours, write_adapters, write_rounded
 from cases import (
     DECAY,
     MAX_NORM,
@@ -25,7 +25,6 @@ from cases import (
     run_cases,
     same_bits,
 )
-from tiny import write_model
 from traced import traced
 from world import losses, run_train, run_world, train_rank
 
@@ -44,13 +43,7 @@ def base(tmp_path_factory):
     """`model` (tied) and `untied`, each as files and, in `rounded`, with the matrices of blocks in NF4."""
     folder = tmp_path_factory.mktemp("base")
     for name, changes in {"model": {}, "untied": {"tied": False, "vocab": 287}}.items():
-        write_model(folder / name, **changes, **SHAPE)
-        model = reference.AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
-        with torch.no_grad():
-            for word, parameter in model.named_parameters():
-                if ".layers." in word and parameter.ndim == 2:
-                    parameter.copy_(reference.nf4(parameter))
-        model.save_pretrained(folder / "rounded" / name)
+        write_rounded(folder, name, **changes, **SHAPE)
     return folder
 
 

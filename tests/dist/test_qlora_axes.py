@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 import reference
 import torch
-from adapted import train_adapted, words_of, write_adapters
+from adapted import train_adapted, words_of, write_adapters, write_rounded
 from cases import (
     TOLERANCE,
     Case,
@@ -19,7 +19,6 @@ from cases import (
     run_cases,
     same_bits,
 )
-from tiny import write_model
 from traced import traced
 from world import losses, run_train, run_world
 
@@ -51,13 +50,7 @@ def base(tmp_path_factory):
     """Each model as files and, in `rounded`, with the matrices of blocks in NF4."""
     folder = tmp_path_factory.mktemp("base")
     for name, (tied, facts) in MODELS.items():
-        write_model(folder / name, tied=tied, vocab=259 if tied else 287, **facts)
-        model = reference.AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
-        with torch.no_grad():
-            for word, parameter in model.named_parameters():
-                if ".layers." in word and parameter.ndim == 2:
-                    parameter.copy_(reference.nf4(parameter))
-        model.save_pretrained(folder / "rounded" / name)
+        write_rounded(folder, name, tied=tied, vocab=259 if tied else 287, **facts)
     return folder
 
 

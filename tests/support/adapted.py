@@ -5,6 +5,7 @@ import json
 import reference
 import torch
 from cases import DECAY, MAX_NORM, RATE, Case, rows_of_steps
+from tiny import write_model
 
 
 def ours(name: str) -> str:
@@ -53,3 +54,14 @@ def train_adapted(base, adapter, recipe, tiny, case: Case) -> reference.Result:
     result.weights = {ours(name): w for name, w in result.weights.items() if "original_module" not in name}
     result.rows = steps[0]
     return result
+
+
+def write_rounded(folder, name, **facts):
+    """Writes a model to `folder`/`name` and, with the matrices of its blocks in NF4, to `folder`/rounded/`name`."""
+    write_model(folder / name, **facts)
+    model = reference.AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
+    with torch.no_grad():
+        for word, parameter in model.named_parameters():
+            if ".layers." in word and parameter.ndim == 2:
+                parameter.copy_(reference.nf4(parameter))
+    model.save_pretrained(folder / "rounded" / name)

@@ -106,7 +106,7 @@ def choose_batching(
     row_length = data.max_length * sequences if data.packing else None
     # of all parts, so that boundaries have the same shape in every micro-batch, of an evaluation too
     most = max((len(row) for part in parts if part for row in part.rows), default=1)
-    multiple = math.lcm(ROUND_TO[device_type], at.row_parts)  # so that ranks have equal shares of a row
+    multiple = math.lcm(ROUND_TO[device_type], at.row_ranks)  # so that ranks have equal shares of a row
     shape = row_length, train.per_device_train_batch_size
     return Batching(*shape, at.dp_rank, at.dp_size, most, multiple, sequences, *at.slice_of_rows, at.copies)
 
@@ -268,6 +268,7 @@ def slice_rows(micro: MicroBatch, batching: Batching) -> MicroBatch:
     length = micro.input_ids.shape[1]
     each = length // batching.slices
     start = batching.slice_number * each
+    assert micro.targets is not None and micro.ends is not None, "nothing says what is trained, or where sequences end"
     rows, columns = micro.positions // length, micro.positions % length
     in_slice = (start <= columns) & (columns < start + each)
     ids, places = (of[:, start : start + each].contiguous() for of in (micro.input_ids, micro.position_ids))
@@ -275,7 +276,6 @@ def slice_rows(micro: MicroBatch, batching: Batching) -> MicroBatch:
     # the sequence of each trained token, in the order of positions
     owners = torch.arange(len(micro.trained)).repeat_interleave(torch.tensor(micro.trained, dtype=torch.int64))
     trained = tuple(torch.bincount(owners[in_slice], minlength=len(micro.trained)).tolist())
-    assert micro.ends is not None, "nothing says where sequences end"
     end_rows, end_columns = micro.ends // length, micro.ends % length
     ends_in_slice = (start <= end_columns) & (end_columns < start + each)
     ends = torch.where(ends_in_slice, end_rows * each + end_columns - start, -1)

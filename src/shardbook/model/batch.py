@@ -21,7 +21,7 @@ class Batch:
     # each row's padding; filled up with B * L, so that m is the same in every micro-batch
     cu_seqlens: Tensor
     positions: Tensor  # [n] indices into the flat [B * L] that predict a trained token
-    targets: Tensor  # [n] the trained tokens; or None: then logits are wanted, not losses
+    targets: Tensor | None  # [n] the trained tokens; None: logits are wanted, not losses
     packed: bool  # whether a row may hold several documents; False: one a row, padding only at its end
     # as FlashAttention's: no document has more tokens, nor a whole row's padding. It is a power of two from 128 on, or
     # the row's length, so that there are few values

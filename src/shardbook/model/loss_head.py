@@ -1,5 +1,5 @@
-"""The loss head: a chunked cross-entropy, fused with the head's linear, that never holds all logits at once; and the
-arithmetic of a cross-entropy over a vocabulary in parts."""
+"""The loss head: a loss of logits in chunks, fused with the head's linear, that never holds all logits at once. What is
+computed of a chunk's logits is cross_entropy.py's, or distillation.py's."""
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial

@@ -28,7 +28,7 @@ TORCHAO = "0.18"  # the first that was tried here, on torch 2.13
 
 
 class NoiseSource(NamedTuple):
-    """What the noise of stochastic rounding depends on, beside the step."""
+    """The seed and the shapes from which stochastic rounding draws its noise, with the step and the shard."""
 
     seed: int
     full_shapes: Mapping[str, torch.Size] | None  # of the whole model, by name, in order; None: nothing split it

@@ -53,7 +53,7 @@ class CPGroup:
 
     @property
     def groups(self) -> int:
-        """How many of this rank's query heads a head of keys serves."""
+        """Returns how many query heads of this rank share one key-value head (num_key_value_groups)."""
         return self.heads[self.cp_rank] // len(self.key_heads[self.cp_rank])
 
     def seq_to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:

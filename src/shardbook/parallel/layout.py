@@ -107,12 +107,12 @@ class Layout:
 
     @property
     def block_sizes(self) -> dict[str, int]:
-        """The sizes, by their keys in a recipe, of the axes along which ranks share blocks."""
+        """Returns the sizes, by their keys in a recipe, of the axes along which ranks share blocks."""
         return {"tp_size": self.tp_size, "cp_size": self.cp_size}
 
     @property
     def steady_micros(self) -> int:
-        """As many micro-batches of a step as bring all moments of one; further ones repeat them."""
+        """Returns the number of micro-batches after which a step only repeats its moments."""
         return 3 * self.pipeline.ranks
 
     def term_copies(self, of_sequences: bool) -> int:
@@ -122,12 +122,12 @@ class Layout:
 
     @property
     def token_parts(self) -> int:
-        """The number of ranks that share the tokens of hidden states between blocks."""
+        """Returns the number of ranks that share the tokens of hidden states between blocks."""
         return self.tp_size
 
     @property
     def matrix_parts(self) -> int:
-        """The number of parts of a matrix, of which each rank has one."""
+        """Returns the number of shards of a matrix, along dp_shard and tp together."""
         return self.shards * self.tp_size
 
     @property
@@ -182,17 +182,17 @@ class Layout:
 
     @cached_property
     def full_shapes(self) -> dict[str, torch.Size]:
-        """The shape of every parameter of the whole model, in order, without those of a teacher beside it."""
+        """Returns the shape of every parameter of the whole model, in order, without those of a teacher beside it."""
         return {name: each.shape for name, each in self.placements.items() if not name.startswith(NOT_STORED)}
 
     @property
     def trained_shapes(self) -> dict[str, torch.Size]:
-        """Those of `full_shapes` that are trained."""
+        """Returns the shapes of the trained parameters of the whole model, in order."""
         return {name: shape for name, shape in self.full_shapes.items() if self.placements[name].trained}
 
     @cached_property
     def file_shapes(self) -> dict[str, torch.Size]:
-        """The shape of every weight of the whole model in its files, by its name there, in order."""
+        """Returns the shape of every weight of the whole model in its files, by its name there, in order."""
         return file_shapes(self.full_shapes, {name: each.numel for name, each in self.placements.items()})
 
     @property

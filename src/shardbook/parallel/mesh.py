@@ -54,17 +54,17 @@ class DataRank(NamedTuple):
 
     @property
     def copies(self) -> int:
-        """The number of ranks that see the same tokens."""
+        """Returns the number of ranks that see the same tokens: tp x pp."""
         return self.tp_size * self.pp_size
 
     @property
-    def row_parts(self) -> int:
-        """The number of ranks that share a row's tokens, somewhere in a model."""
+    def row_ranks(self) -> int:
+        """Returns the number of ranks that share each row: tp x cp (Parallel.row_ranks)."""
         return self.tp_size * self.cp_size
 
     @property
     def slice_of_rows(self) -> tuple[int, int]:
-        """The number of the slice of each row that this rank sees, and that of all slices."""
+        """Returns the number of the slice of each row that this rank sees, and how many slices a row has."""
         return self.cp_rank, self.cp_size
 
 

@@ -36,7 +36,7 @@ def read_inside(
     if layout.tp_size == layout.cp_size == layout.pipeline.ranks == 1:
         return []
     if micros := micros_of() if micros_of else None:
-        sizes = [(m.input_ids.numel(), len(m.targets), len(m.trained)) for m in micros]
+        sizes = [(m.input_ids.numel(), sum(m.trained), len(m.trained)) for m in micros]
         return [_inside(layout, config, recipe, rank, *size) for size in sizes]
     tokens, sequences = recipe.micro_tokens, recipe.micro_tokens // recipe.data.max_length
     full = tokens // layout.cp_size, (tokens - sequences) // layout.cp_size, sequences

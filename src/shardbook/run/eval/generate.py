@@ -8,7 +8,7 @@ the others, since each may all-gather.
 import hashlib
 import math
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -101,9 +101,12 @@ def decode(
     continuation = (Recomputed if sharded.links else Cached)(sharded, prompts, width, device)
     tokens_drawn, ends = list[Tensor](), torch.tensor(stops)
     is_done = torch.zeros(len(prompts), dtype=torch.bool)
-    inside = (sharded.gathered_once(), whole_rows(model), cached_attention(model.config))
-    # eager: compiled blocks would be compiled again for every length
-    with inside[0], inside[1], inside[2], torch.compiler.set_stance("force_eager"):
+    with ExitStack() as inside:
+        # eager: compiled blocks would be compiled again for every length
+        tokens = nullcontext() if sharded.links else whole_tokens(model)
+        rows = whole_rows(model), cached_attention(model.config), torch.compiler.set_stance("force_eager")
+        for context in (sharded.gathered_once(), tokens, *rows):
+            inside.enter_context(context)
         for turn in mark_each(range(most), "token of samples"):
             tokens_drawn.append(continuation.next_tokens(lambda logits, turn=turn: choose(logits, turn)))
             is_done |= torch.isin(tokens_drawn[-1], ends)
@@ -117,19 +120,19 @@ class Cached:
     """Prompts and their continuations, token by token, with a cache of keys and values."""
 
     def __init__(self, sharded: ShardedModel, prompts: list[list[int]], width: int, device: torch.device):
-        self.model, self.device = sharded.model, device
+        model: Any = sharded.model
+        self.model, self.device = model, device
         ids, attended = torch.zeros(2, len(prompts), width, dtype=torch.int64)
         for row, prompt in enumerate(prompts):  # padded on the left, so that every prompt ends in the last column
             ids[row, width - len(prompt) :] = torch.tensor(prompt)
             attended[row, width - len(prompt) :] = 1
         self.ids, self.attended = ids.to(device), attended.to(device)
-        self.cache = DynamicCache(config=self.model.config)  # type: ignore[arg-type]
+        self.cache = DynamicCache(config=model.config)
 
     def next_tokens(self, choose: Callable[[Tensor], Tensor]) -> Tensor:
         """Returns the token after each row, [B] on the host, by `choose` of logits [B, vocabulary]. Collective."""
         places = (self.attended.cumsum(-1) - 1).clamp(min=0)[:, -self.ids.shape[1] :]
-        with whole_tokens(self.model):
-            tokens = choose(self.model(self.ids, places, self.attended, cache=self.cache))
+        tokens = choose(self.model(self.ids, places, self.attended, cache=self.cache))
         self.ids = tokens[:, None].to(self.device)
         self.attended = torch.nn.functional.pad(self.attended, (0, 1), value=1)
         return tokens
@@ -148,7 +151,8 @@ class Recomputed:
         """Returns the token after each row, [B] on the host, by `choose` of logits [B, vocabulary]. Collective."""
         documents: Any = [{"input_ids": row, "mask": [True] * len(row)} for row in self.rows]
         micro = build_micro_batch(documents, [(number,) for number in range(len(self.rows))], self.batching)
-        micro = replace(micro, positions=micro.ends, targets=None)  # type: ignore[arg-type]
+        assert micro.ends is not None, "rows hold no sequences"
+        micro = replace(micro, positions=micro.ends, targets=None)
         logits = run_forward(self.sharded, micro, lambda model, batch: model(batch), self.device)
         links: Any = self.sharded.links
         tokens = choose(logits) if logits.ndim else torch.zeros(len(self.rows), dtype=torch.int64)
