@@ -10,12 +10,22 @@ from typing import TYPE_CHECKING, Any
 from shardbook.recipe import Parallel, Precision, RecipeError
 
 if TYPE_CHECKING:
+    from shardbook.optim.clip import clip_gradients
     from shardbook.parallel.library import shard_model
     from shardbook.parallel.sharding import ShardedModel
     from shardbook.plan.module import ModulePlan, plan_module
 
-__all__ = ["ModulePlan", "Parallel", "Precision", "RecipeError", "ShardedModel", "plan_module", "shard_model"]
-HOMES = {"shard_model": "parallel.library", "ShardedModel": "parallel.sharding"}
+__all__ = [
+    "ModulePlan",
+    "Parallel",
+    "Precision",
+    "RecipeError",
+    "ShardedModel",
+    "clip_gradients",
+    "plan_module",
+    "shard_model",
+]
+HOMES = {"shard_model": "parallel.library", "ShardedModel": "parallel.sharding", "clip_gradients": "optim.clip"}
 HOMES |= dict.fromkeys(("plan_module", "ModulePlan"), "plan.module")
 __version__ = "0.2.0"
 

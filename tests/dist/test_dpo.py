@@ -143,14 +143,14 @@ def sums_have_sums_of_gradients():
     """As torch's own all-reduce, which takes each rank's loss for another. Loss exact, the gradient twice."""
     import torch.distributed as dist
 
-    from shardbook.parallel.context import SumOverSlices
+    from shardbook.comm.collectives import SumOverRanks
 
     def backward(ctx, grad_output):
         grad_output = grad_output.clone()
         dist.all_reduce(grad_output)  # cp is the world
         return grad_output, None
 
-    SumOverSlices.backward = staticmethod(backward)
+    SumOverRanks.backward = staticmethod(backward)
 
 
 def terms_are_counted_on_each_slice():

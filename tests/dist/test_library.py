@@ -354,12 +354,12 @@ REFUSED = {
     **{
         f"{key} of two": (
             lambda m, key=key: {"blocks": [m.a, m.b], "stage": Parallel(**{key: 2})},
-            f"parallel.{key} = 2: it {lacks}; leave it out",
+            f"parallel.{key} = 2: {lacks}",
         )
         for key, lacks in (
-            ("tp_size", "cuts no matrices"),
-            ("cp_size", "splits no rows"),
-            ("pp_size", "deals out no layers"),
+            ("tp_size", "the model states no plan of its own; say how each linear is sharded"),
+            ("cp_size", "ranks that share rows exchange heads inside attention, and which code .* leave it out"),
+            ("pp_size", "a pipeline runs the micro-batches of a step in an order of its own.* leave it out"),
         )
     },
     "unknown stage": (lambda m: {"blocks": [m.a], "stage": "zero4"}, "parallel.stage = 'zero4': must be one of ddp"),
@@ -401,7 +401,7 @@ def refuse():
         "names": lambda: shard_model(Shared(), blocks=[], mesh=plain),
         "axis": lambda: shard_model(Shared(), blocks=[], mesh=replicas),
         "stage": lambda: shard_model(Shared(), blocks=[], stage="ddp", mesh=shards),
-        "unknown": lambda: shard_model(Shared(), blocks=[], mesh=named("dp_shard", "tp")),
+        "unknown": lambda: shard_model(Shared(), blocks=[], mesh=named("dp_shard", "ep")),
         "size": lambda: shard_model(Shared(), blocks=[], mesh=named("dp_replicate", "dp_shard")),
         "order": lambda: shard_model(
             Shared(), blocks=[], stage=Parallel(stage="hsdp"), mesh=named("dp_shard", "dp_replicate")
@@ -438,7 +438,7 @@ def test_refused_with_a_process_group():
         "names": "stage zero3 needs the mesh axis dp_shard; the mesh has axes without names",
         "axis": "stage zero3 needs the mesh axis dp_shard; the mesh has dp_replicate",
         "stage": "stage ddp needs the mesh axis dp_replicate; the mesh has dp_shard",
-        "unknown": "the mesh has dp_shard and tp; tp it does not know",
+        "unknown": "the mesh has dp_shard and ep; ep it does not know",
         "size": "parallel.dp_replicate_size = 2: stage zero3 has no such axis",
         "order": "the mesh must have dp_replicate and dp_shard, in this order",
         "both sizes": "parallel.dp_shard_size = 4, and the mesh has 2",

@@ -271,10 +271,10 @@ def high_is_not_summed():
 
     real = sharding.sum_replicated_gradients
 
-    def sums_some(model, mesh, numel):
+    def sums_some(model, mesh, layout):
         kept = {name: p.grad for name, p in model.named_parameters() if "lora_B" in name and p.grad is not None}
         before = {name: local_part(grad).clone() for name, grad in kept.items()}
-        real(model, mesh, numel)
+        real(model, mesh, layout)
         for name, grad in kept.items():
             local_part(grad).copy_(before[name])
 

@@ -260,7 +260,7 @@ def uncut_gradients_summed_each_micro():
         with real(sharded, is_last):
             yield
         if not is_last:
-            sum_replicated_gradients(sharded.model, sharded.mesh, sharded.layout.replicated_numel)
+            sum_replicated_gradients(sharded.model, sharded.mesh, sharded.layout)
 
     ShardedModel.micro_batch = micro_batch
 

@@ -1,5 +1,5 @@
-"""The two collectives that torch 2.13 has renamed, by one name each; and both over a batch's tokens, each as the other
-one's backward.
+"""The two collectives that torch 2.13 has renamed, by one name each; both over a batch's tokens, each as the other
+one's backward; and a sum over ranks, in forward or in backward.
 
 Invariant: torch's function is looked up at each call, since the ledger replaces it while it is open.
 """
@@ -72,3 +72,37 @@ class ReduceScatterTokens(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         return all_gather_tokens(grad_output, ctx.ranks).view(ctx.shape), None
+
+
+def sum_over_ranks(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sums the `part` that each rank of `group` has, without autograd. Collective."""
+    total = part.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+class SumOverRanks(torch.autograd.Function):
+    """`sum_over_ranks`, whose backward passes the gradient on as it is: every rank computes the same loss of the sum,
+    and goes backward into its own part alone."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return sum_over_ranks(part, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        return grad_output, None
+
+
+class SumGradients(torch.autograd.Function):
+    """A tensor that the ranks of `group` have alike, and of which each computes something else: its backward is
+    `sum_over_ranks`."""
+
+    @staticmethod
+    def forward(ctx: Any, full: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return full.view_as(full)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        return sum_over_ranks(grad_output, ctx.group), None

@@ -175,21 +175,6 @@ def partition_heads(heads: int, key_heads: int, size: int) -> list[tuple[int, li
     return [(len(query_heads), keys) for query_heads, keys in shares]
 
 
-class SumOverSlices(torch.autograd.Function):
-    """A sum over the ranks of a group of what each has of every sequence. Its backward passes the gradient on as it is:
-    every rank computes the same loss of the sum, and goes backward into its own part alone."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, process_group: dist.ProcessGroup) -> Tensor:
-        total = part.clone()
-        dist.all_reduce(total, group=process_group)  # looked up at each call: the ledger replaces it while it is open
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> Any:
-        return grad_output, None
-
-
 def set_cp_group(model: nn.Module, layout: Layout) -> dist.ProcessGroup | None:
     """Makes the process groups along cp and sets this rank's in the attention modules of `model`. Returns it; None
     where rows are not split. Collective."""

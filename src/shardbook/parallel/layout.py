@@ -270,6 +270,13 @@ def cached_per_layout(
     return cached
 
 
+def read_sizes(parallel: Parallel, world_size: int) -> dict[str, int]:
+    """Returns the size of every mesh axis that parameters lie on, outermost first. Raises RecipeError where `parallel`
+    does not fit the ranks."""
+    stage = find_stage(parallel.stage)
+    return fold_sizes(resolve_sizes(parallel, stage.axes, world_size), stage.shards)
+
+
 def build_layout(
     parallel: Parallel,
     precision: Precision,
@@ -294,8 +301,7 @@ def build_layout(
     `parallel` comes from a recipe that loaded, or went through `check_parallel`. Raises RecipeError where the settings
     do not fit the ranks or the model.
     """
-    stage = find_stage(parallel.stage)
-    sizes = fold_sizes(resolve_sizes(parallel, stage.axes, world_size), stage.shards)
+    stage, sizes = find_stage(parallel.stage), read_sizes(parallel, world_size)
     switches = read_switches(parallel, sizes[DP_SHARD], ranks_per_node)
     groups = [(each, each.parts, each.blocks) for each in chunks] if len(chunks) > 1 else [(model, parts, blocks)]
     placements = place_whole(model) if placements is None else placements

@@ -6,7 +6,10 @@ reads files or touches the optimizer; of the environment it reads LOCAL_WORLD_SI
 
 import os
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,15 +18,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from shardbook.axes import DATA_AXES, DP_SHARD
+from shardbook.axes import DATA_AXES, DP_SHARD, TP
+from shardbook.comm.zeropp_collectives import ZeroppSwitches
 from shardbook.model.dtypes import DTYPES
-from shardbook.parallel.layout import Layout, build_layout
+from shardbook.parallel.layout import Layout, build_layout, read_sizes
 from shardbook.parallel.mesh import axis_sizes, build_mesh
+from shardbook.parallel.pass_monitor import tensors_in
 from shardbook.parallel.replicated import COPIED
 from shardbook.parallel.sharding import ShardedModel, apply_stage
+from shardbook.parallel.tensor_plan import apply_tp_plan, check_whole_gradients, has_whole_gradient, read_tp_plan
+from shardbook.parallel.units import note_shards, place_whole
+from shardbook.parallel.zeropp import read_switches
 from shardbook.recipe import Parallel, Precision, RecipeError, check_parallel, find_stage
 
 PIECE = 2**22  # numbers that are widened to int64 at once
+NOT_OF_A_MODULE = {
+    "cp": "ranks that share rows exchange heads inside attention, and which code of a module is attention is not known",
+    "pp": "a pipeline runs the micro-batches of a step in an order of its own, and the loop here is yours",
+}
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # nobody calls their forward
 
 
@@ -34,30 +46,65 @@ def shard_model(
     stage: str | Parallel = "zero3",
     mesh: DeviceMesh | None = None,
     precision: Precision | None = None,
+    tp_plan: Mapping[str, str] | None = None,
 ) -> ShardedModel:
     """Put `model` under a named stage, in place. Collective: every rank calls it with the same model and weights.
 
     `blocks`: the modules to gather one at a time, in the order in which they run; what is in none of them is gathered
-    together. `stage`: a name, or a `Parallel` section with ZeRO++'s switches and the other knobs. `mesh`: with the axes
-    dp_replicate, dp_shard or both; None: all ranks. `precision`: None computes in bf16 on a GPU and in fp32 on a CPU,
-    reduces in fp32, and returns floats as fp32. Parameters keep their dtype, one for all of them, fp32 or bf16.
+    together. `stage`: a name, or a `Parallel` section with ZeRO++'s switches, tp_size and the other knobs. `mesh`: with
+    the axes dp_replicate, dp_shard or both, and tp; None: all ranks. `precision`: None computes in bf16 on a GPU and in
+    fp32 on a CPU, reduces in fp32, and returns floats as fp32. Parameters keep their dtype, one for all of them, fp32
+    or bf16. `tp_plan`: beside tp_size the layers that ranks share, by name, in the words of transformers' `tp_plan`
+    (tensor_plan.py); None: the model's own. Ranks along tp must be given the same data.
 
     Afterwards parameters are DTensors (plain tensors where a rank has all of them), so make the optimizer afterwards;
-    gradients are SUMS over ranks: divide the loss by what the whole step counts. Raises RecipeError (a ValueError)
-    where something does not fit.
+    gradients are SUMS over data-parallel ranks: divide the loss by what the whole step counts. Raises RecipeError (a
+    ValueError) where something does not fit.
     """
     blocks, parallel, precision = read_arguments(model, blocks, stage, mesh, precision)
+    words = read_tp_plan(model, tp_plan, parallel.tp_size)
     if not dist.is_initialized():
         raise RecipeError("shard_model: no process group; call torch.distributed.init_process_group first")
+    if mesh is not None and axis_sizes(mesh).get(TP) == 1:
+        mesh = mesh[tuple(axis for axis in axis_sizes(mesh) if axis != TP)]
     device_type = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
     ranks = list(range(dist.get_world_size()))
     if mesh is not None:
         device_type, ranks = mesh.device_type, mesh.mesh.flatten().tolist()
-    parts, node = [[block] for block in blocks], _ranks_of_this_node(ranks, parallel)
-    layout = build_layout(parallel, precision.on(device_type), model, parts, blocks, len(ranks), node)
-    mesh = _with_every_axis(mesh, layout, device_type)
+    sizes, node = read_sizes(parallel, len(ranks)), _ranks_of_this_node(ranks, parallel)
+    mesh = _with_every_axis(mesh, sizes, read_switches(parallel, sizes[DP_SHARD], node), device_type)
     check_same_weights(model, mesh)
-    return apply_stage(model, layout, mesh, ours=False)
+    tp_rank = mesh.get_local_rank(TP) if words else 0
+    layout = place_module(model, blocks, words, parallel, precision.on(device_type), len(ranks), node, tp_rank)
+    sharded = apply_stage(model, layout, mesh, ours=False)
+    if words:
+        same = [name for name in layout.trained_shapes if layout.placements[name].tp_whole_gradient]
+        sharded.check_first_gradients = partial(check_whole_gradients, model, same, mesh)
+        check_first_inputs(model, mesh[TP])
+    return sharded
+
+
+def place_module(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    words: Mapping[str, str],
+    parallel: Parallel,
+    precision: Precision,
+    world_size: int,
+    ranks_per_node: int,
+    tp_rank: int = 0,
+) -> Layout:
+    """Returns the layout of `model`, of which the part of rank `tp_rank` along tp is kept where `words`
+    (`read_tp_plan`'s) say how. Raises RecipeError where sizes do not fit."""
+    placements = place_whole(model)
+    if words:
+        apply_tp_plan(model, words, blocks, parallel.tp_size, tp_rank)
+        placements = {
+            name: replace(each, tp_whole_gradient=each.tp_dim is None and has_whole_gradient(name, words))
+            for name, each in note_shards(placements, model).items()
+        }
+    parts, facts = [[block] for block in blocks], (world_size, ranks_per_node)
+    return build_layout(parallel, precision, model, parts, blocks, *facts, placements=placements)
 
 
 def read_arguments(
@@ -85,9 +132,9 @@ def read_arguments(
     if mesh is not None:
         parallel = _with_sizes_of(mesh, parallel)
     check_parallel(parallel)
-    for axis, lacks in (("tp", "cuts no matrices"), ("cp", "splits no rows"), ("pp", "deals out no layers")):
+    for axis, lacks in NOT_OF_A_MODULE.items():
         if (size := getattr(parallel, f"{axis}_size")) > 1:
-            raise RecipeError(f"shard_model: parallel.{axis}_size = {size}: it {lacks}; leave it out")
+            raise RecipeError(f"shard_model: parallel.{axis}_size = {size}: {lacks}; a recipe has it, so leave it out")
     return blocks, parallel, _with_master_of(model, precision or Precision())
 
 
@@ -170,6 +217,24 @@ def check_same_weights(model: nn.Module, mesh: DeviceMesh) -> None:
         )
 
 
+def check_first_inputs(model: nn.Module, along_tp: DeviceMesh) -> None:
+    """Has the first forward of `model` raise RecipeError, on every rank of `along_tp`, where these ranks are given
+    other tensors: most of what they compute would still be alike, so nothing else would tell."""
+
+    def before(model: nn.Module, args: Any, named: Any) -> None:
+        handle.remove()
+        digest = torch.zeros((), dtype=torch.int64)
+        for number, tensor in enumerate(tensors_in((args, named)), 1):
+            digest += number * (sum_bits(tensor).cpu() + zlib.crc32(repr((tensor.shape, tensor.dtype)).encode()))
+        if _differing(digest[None], along_tp):
+            raise RecipeError(
+                "shard_model: ranks along tp were given other inputs: they share one batch; deal out data by "
+                "sharded.layout.data_rank(rank).dp_rank, of .dp_size"
+            )
+
+    handle = model.register_forward_pre_hook(torch.compiler.disable(before), with_kwargs=True)
+
+
 def _differing(values: Tensor, mesh: DeviceMesh) -> list[int]:
     """Returns the indices at which `values`, int64, differ between ranks of `mesh`. Collective."""
     least, most = values.to(mesh.device_type), values.to(mesh.device_type, copy=True)
@@ -224,30 +289,37 @@ def _with_sizes_of(mesh: DeviceMesh, parallel: Parallel) -> Parallel:
     shown = f"the mesh has {' and '.join(sizes) or 'axes without names'}"
     if absent := [axis for axis in stage.axes if axis not in sizes]:
         raise RecipeError(f"shard_model: stage {stage.name} needs the mesh axis {' and '.join(absent)}; {shown}")
-    if other := [axis for axis in sizes if axis not in DATA_AXES]:
+    if other := [axis for axis in sizes if axis not in (*DATA_AXES, TP)]:
         raise RecipeError(f"shard_model: {shown}; {' and '.join(other)} it does not know: pass mesh[{stage.axes}]")
+    if TP not in sizes and parallel.tp_size > 1:
+        raise RecipeError(f"shard_model: parallel.tp_size = {parallel.tp_size} needs the mesh axis {TP}; {shown}")
     for axis, size in sizes.items():
-        if (asked := getattr(parallel, f"{axis}_size")) not in (-1, size):
+        key = f"{axis}_size"
+        if (asked := getattr(parallel, key)) not in (-1, size) and key in parallel.model_fields_set:
             raise RecipeError(f"shard_model: parallel.{axis}_size = {asked}, and the mesh has {size}; leave one out")
     return parallel.model_copy(update={f"{axis}_size": size for axis, size in sizes.items()})
 
 
-def _with_every_axis(mesh: DeviceMesh | None, layout: Layout, device_type: str) -> DeviceMesh:
-    """`mesh`, or one of all ranks, with all of DATA_AXES. Raises RecipeError for a part of the ranks that needs a group
-    which it lacks: making one would take a collective of all."""
+def _with_every_axis(
+    mesh: DeviceMesh | None, sizes: dict[str, int], switches: ZeroppSwitches, device_type: str
+) -> DeviceMesh:
+    """Returns `mesh`, or one of all ranks, with all axes of `sizes`. Raises RecipeError for a part of the ranks that
+    needs a group which it lacks: making one would take a collective of all."""
     if mesh is None:
-        return build_mesh(layout.sizes, device_type)
+        return build_mesh(sizes, device_type)
     names, is_full = tuple(axis_sizes(mesh)), mesh.mesh.flatten().tolist() == list(range(dist.get_world_size()))
-    if not is_full and (layout.switches.secondary or len(layout.hops) > 1):
+    hops = len(switches.hops(sizes[DP_SHARD]))
+    if not is_full and (switches.secondary or hops > 1):
         raise RecipeError(
             "shard_model: ZeRO++'s groups inside a node need a mesh of all ranks, in order; leave out secondary_shard, "
             "and quantize_gradients over several nodes"
         )
-    if names == DATA_AXES or (names == (DP_SHARD,) and len(layout.hops) < 2):
+    wanted = tuple(sizes)
+    if names == wanted or (names == wanted[1:] and hops < 2):
         return mesh
     if len(names) == 1 and is_full:
-        return build_mesh(layout.sizes, device_type)
+        return build_mesh(sizes, device_type)
     raise RecipeError(
-        f"shard_model: the mesh must have {' and '.join(DATA_AXES)}, in this order, one of them perhaps of size 1; it "
-        f"has {' and '.join(names)} (one alone is enough where it has all ranks)"
+        f"shard_model: the mesh must have {' and '.join(wanted)}, in this order, one of them perhaps of size 1; it has "
+        f"{' and '.join(names)} (one alone is enough where it has all ranks)"
     )

@@ -5,7 +5,7 @@ factor is 1. `shard_model` does the same for a loop of one's own: see docs/libra
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import repeat
@@ -18,9 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from shardbook.axes import DP_REPLICATE, DP_SHARD
+from shardbook.comm.collectives import SumOverRanks
 from shardbook.comm.zeropp_collectives import QuantizedAllGather, QuantizedReduceScatter, share_secondary_mesh
 from shardbook.parallel.byte_gather import gather_bytes
-from shardbook.parallel.context import SumOverSlices, set_cp_group
+from shardbook.parallel.context import set_cp_group
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.mesh import build_node_mesh
 from shardbook.parallel.pass_monitor import PassMonitor
@@ -42,6 +43,7 @@ class ShardedModel:
     links: PipelineLinks | None = None  # to the neighbours along pp
     cp_process_group: ProcessGroup | None = None  # the ranks that have slices of the same rows
     offloaded: Any = None  # memory/host_adamw.py's HostAdamW, where masters are not on the device
+    check_first_gradients: Callable[[], None] | None = None  # called before those of the first step are summed along tp
     is_last: bool = True  # the step's last micro-batch; True by default: a loop that never sets it always reduces
 
     @property
@@ -68,7 +70,7 @@ class ShardedModel:
 
     def sum_slices(self, part: Tensor) -> Tensor:
         """Returns the sum of the `part` [sequences] of every slice of this rank's rows, fp32. Collective along cp."""
-        return part if self.cp_process_group is None else SumOverSlices.apply(part, self.cp_process_group)
+        return part if self.cp_process_group is None else SumOverRanks.apply(part, self.cp_process_group)
 
     def take_metrics(self) -> dict[str, float]:
         """Returns the metrics of traffic between device, host and disk; empty without offload."""
@@ -102,7 +104,10 @@ class ShardedModel:
             handle.set_reshard_after_backward(is_resharded, recurse=False)
         yield
         if is_last and self.mesh:
-            sum_replicated_gradients(self.model, self.mesh, self.layout.replicated_numel)
+            if self.check_first_gradients:
+                self.check_first_gradients()
+                self.check_first_gradients = None
+            sum_replicated_gradients(self.model, self.mesh, self.layout)
 
     @cached_property
     def _schedule(self) -> list[tuple[FSDPModule, bool, list[tuple[FSDPModule, bool]]]]:

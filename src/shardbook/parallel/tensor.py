@@ -26,10 +26,12 @@ from shardbook.local_tensors import local_part
 from shardbook.model.blocks import put
 from shardbook.model.causal_lm import CausalLM
 from shardbook.model.loss_head import LossHead
+from shardbook.parallel.layout import Layout
 from shardbook.parallel.tensor_linears import (
     TPGroup,
     become,
     check_row_parallel,
+    gather_features,
     hold_local_weights,
     make_column_parallel,
     make_row_parallel,
@@ -62,7 +64,7 @@ class ShardedEmbedding(nn.Embedding):
         if padding is not None:  # the row of padding_idx gets no gradient, on the rank that has it
             padding = padding - self.first if 0 <= padding - self.first < len(weight) else None
         embedded = F.embedding(local_ids.masked_fill(outside, 0), weight, padding_idx=padding)
-        return self.tp_group.reduce_scatter(embedded.masked_fill(outside[..., None], 0.0))
+        return self.tp_group.sum_parts(embedded.masked_fill(outside[..., None], 0.0))
 
 
 class VocabParallelHead(LossHead):
@@ -77,10 +79,7 @@ class VocabParallelHead(LossHead):
 
     def logits(self, hidden: Tensor, count: int | None = None) -> Tensor:
         """Returns the logits of all ranks, on every rank. Collective."""
-        part = super().logits(hidden)
-        share = ceil_div(self.out_features, self.tp_group.size)  # the last rank may have fewer
-        rows = F.pad(part, (0, share - part.shape[1])).t()
-        return all_gather_tokens(rows[None], self.tp_group)[0, : self.out_features].t()[:, :count]
+        return gather_features(super().logits(hidden), self.tp_group, self.out_features)[:, :count]
 
     def gather_parts(self, numbers: Tensor) -> Tensor:
         """Returns `numbers` [k, n] of every rank, [ranks, k, n]. Collective."""
@@ -145,19 +144,24 @@ def whole_tokens(model: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def sum_replicated_gradients(model: nn.Module, mesh: DeviceMesh, numel: int) -> None:
-    """Sums the gradients of parameters that are not sharded along tp over the tensor-parallel ranks, in one all-reduce
-    of `numel` elements, padding included. Called once a step, after its last backward. Collective."""
-    gradients = [(p.grad, p.grad.device_mesh.mesh_dim_names) for p in model.parameters() if isinstance(p.grad, DTensor)]
-    parts = [gradient.to_local() for gradient, axes in gradients if TP not in (axes or ())]
+def sum_replicated_gradients(model: nn.Module, mesh: DeviceMesh, layout: Layout) -> None:
+    """Sums the gradients of parameters that are not sharded along tp over the tensor-parallel ranks, in one all-reduce,
+    padding included; of those that each rank has whole it takes the mean. Called once a step, after its last backward.
+    Collective."""
+    parts, divisors = list[Tensor](), list[int]()
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor) and TP not in (gradient.device_mesh.mesh_dim_names or ()):
+            parts.append(gradient.to_local())
+            divisors.append(layout.tp_size if layout.placements[name].tp_whole_gradient else 1)
     sizes = [part.numel() for part in parts]
     first = next(p for p in model.parameters() if p.requires_grad)  # a frozen one may have another dtype
-    flat = local_part(first).new_zeros(numel)
+    flat = local_part(first).new_zeros(layout.replicated_numel)
     if parts:  # none where a family's norms have no weights
         torch.cat([part.flatten() for part in parts], out=flat[: sum(sizes)])
     dist.all_reduce(flat, group=mesh.get_group(TP))
-    for part, summed in zip(parts, flat[: sum(sizes)].split(sizes), strict=True):
-        part.copy_(summed.view_as(part))
+    for part, divisor, summed in zip(parts, divisors, flat[: sum(sizes)].split(sizes), strict=True):
+        part.copy_((summed / divisor if divisor > 1 else summed).view_as(part))
 
 
 def apply_tensor_parallel(model: CausalLM, size: int, rank: int) -> None:

@@ -8,7 +8,7 @@ computes. An adapter is split as its base is, so that its update takes no collec
     row-parallel       the columns that the base has           the same on each rank
 
 The rank r of an adapter is never split. A row-parallel update B (A x) is a partial sum like the base's result, and is
-reduce-scattered with it. The gradient of what is the same on each rank is a partial sum (`sum_replicated_gradients` of
+summed with it. The gradient of what is the same on each rank is a partial sum (`sum_replicated_gradients` of
 tensor.py): of A, since each rank has other rows of B; of B, since each rank has another part of A x.
 """
 
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardbook.arithmetic import ceil_div
-from shardbook.comm.collectives import AllGatherTokens, ReduceScatterTokens
+from shardbook.comm.collectives import AllGatherTokens, ReduceScatterTokens, all_gather_tokens, sum_over_ranks
 from shardbook.local_tensors import local_part
 from shardbook.model.adapters import LoraLinear, PackedLoraLinear
 from shardbook.model.nf4 import ABSMAX, BLOCK, PACKED, PackedLinear, product_of_bytes, unpack_nf4
@@ -66,13 +66,17 @@ class TPGroup:
             return part
         return AllGatherTokens.apply(part, self)
 
-    def reduce_scatter(self, full: Tensor) -> Tensor:
+    def sum_parts(self, part: Tensor) -> Tensor:
         """Reduce-scatters size * n tokens [..., hidden], of which each rank has a partial sum, to [1, n, hidden], this
-        rank's part of the sum; backward all-gathers."""
+        rank's tokens of the sum; backward all-gathers."""
         if self.has_all_tokens:
-            dist.all_reduce(summed := full.contiguous(), group=self.process_group)
-            return summed
-        return ReduceScatterTokens.apply(full, self)
+            return sum_over_ranks(part, self.group)
+        return ReduceScatterTokens.apply(part, self)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        assert self.process_group is not None, "there is no mesh yet"
+        return self.process_group
 
 
 class ShardedLinear(nn.Linear):
@@ -93,7 +97,7 @@ class ShardedLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         bias = self.local.get("bias")
         if self.is_row_parallel:
-            output = self.tp_group.reduce_scatter(self.compute(input))
+            output = self.tp_group.sum_parts(self.compute(input))
             return output if bias is None else output + bias
         return self.compute(input, None if bias is None else pick(bias, self.rows))
 
@@ -151,6 +155,13 @@ class ShardedPackedLoraLinear(ShardedLoraLinear, ShardedPackedLinear, PackedLora
     def computed_rows(self, dtype: torch.dtype) -> Tensor:
         packed, absmax = (pick(self.local[name], self.rows) for name in (PACKED, ABSMAX))
         return unpack_nf4(packed, absmax, self.in_features, self.nested, dtype, again=False)
+
+
+def gather_features(part: Tensor, tp_group: TPGroup, features: int) -> Tensor:
+    """Gathers each rank's share [..., n] of so many `features`, [..., features], without autograd. Collective."""
+    rows = part.flatten(0, -2)
+    rows = F.pad(rows, (0, ceil_div(features, tp_group.size) - rows.shape[1])).t()  # the last rank may have fewer
+    return all_gather_tokens(rows[None], tp_group)[0, :features].t().unflatten(0, part.shape[:-1])
 
 
 def pick(full: Tensor, rows: tuple[slice, ...]) -> Tensor:

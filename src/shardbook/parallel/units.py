@@ -28,6 +28,8 @@ class Placement:
     numel: int  # the elements that it stands for: more than it has where they are packed
     trained: bool  # it gets a gradient
     tp_dim: int | None = None  # the dim that ranks along tp share; None: they have the same
+    # each rank along tp has the whole gradient of what is the same on them, not a part of it
+    tp_whole_gradient: bool = False
 
 
 def place_whole(model: nn.Module) -> dict[str, Placement]:

@@ -15,16 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardbook.comm.ledger import Traffic
+from shardbook.axes import TP
+from shardbook.comm.ledger import Ledger, Traffic, Volume
 from shardbook.comm.torch_private import fake_store, fake_tensors, forget_sharding, storages_in
 from shardbook.model.comparisons import raise_if_ours
 from shardbook.optim.table import OPTIMIZERS
-from shardbook.parallel.layout import Layout, build_layout
-from shardbook.parallel.library import read_arguments
+from shardbook.parallel.layout import Layout
+from shardbook.parallel.library import place_module, read_arguments
 from shardbook.parallel.mesh import build_mesh, describe_sizes
 from shardbook.parallel.pass_monitor import tensors_in
 from shardbook.parallel.replicated import COPIED, map_tensors
 from shardbook.parallel.sharding import ShardedModel, apply_stage
+from shardbook.parallel.tensor_plan import read_tp_plan
 from shardbook.parallel.units import Unit
 from shardbook.plan.formulas import Resident, predict_resident, predict_traffic
 from shardbook.plan.measure_blocks import Unmeasured
@@ -92,14 +94,15 @@ def plan_module(
     micros: int = 1,
     optimizer: str = "adamw",
     node: int = NODE,
+    tp_plan: Mapping[str, str] | None = None,
 ) -> ModulePlan:
     """Plan a step of `model` under a named stage on `gpus` GPUs, `node` of them in a node. Nothing is allocated, and no
     process group is needed; the model, which may lie on the meta device, is left as it is.
 
-    `model`, `blocks`, `stage` and `precision` are those of `shard_model`. `batch`: a micro-batch of one rank, of which
-    only shapes and dtypes count; `micros` of them make a step. `loss(model, batch)`: what backward begins at; None: the
-    model is called with the batch (a tuple: its arguments, a mapping: its named ones), and its `loss`, or else the sum
-    of what it returns, is taken. `optimizer`: as optim.name; `adamw` is torch's.
+    `model`, `blocks`, `stage`, `precision` and `tp_plan` are those of `shard_model`. `batch`: a micro-batch of one
+    rank, of which only shapes and dtypes count; `micros` of them make a step. `loss(model, batch)`: what backward
+    begins at; None: the model is called with the batch (a tuple: its arguments, a mapping: its named ones), and its
+    `loss`, or else the sum of what it returns, is taken. `optimizer`: as optim.name; `adamw` is torch's.
 
     A module that cannot run on fake tensors has a plan without a peak, whose `unmeasured` names the block and the
     reason. Raises RecipeError (a ValueError) where something does not fit.
@@ -116,18 +119,25 @@ def plan_module(
     if gpus > node and gpus % node:
         raise RecipeError(f"plan_module: gpus = {gpus}: must be whole nodes of {node}; a multiple of it, or set node")
     blocks, parallel, settled = read_arguments(model, blocks, stage, None, precision)
-    parts = [[block] for block in blocks]
-    layout = build_layout(parallel, settled.on("cuda"), model, parts, blocks, gpus, min(node, gpus))
+    tp_words = read_tp_plan(model, tp_plan, parallel.tp_size)
     names = {module: name for name, module in model.named_modules()}
+    moments, in_layers, unmeasured = dict[str, Peak](), Traffic(), ""
+    with as_before(model):
+        if tp_words:
+            replace_tensors(model, torch.device("meta"))
+        layout = place_module(model, blocks, tp_words, parallel, settled.on("cuda"), gpus, min(node, gpus))
+        resident = predict_resident(layout, 0, optimizer)
+        traffic = predict_traffic(layout, micros, optimizer)
+        try:
+            run = model, blocks, batch, loss or call_model, layout, micros
+            moments, in_layers = simulate(*run, int(resident.optimizer_bytes))
+        except Unmeasured as error:
+            unmeasured = str(error)
+    for key, each in in_layers.items():
+        calls, size = each.calls * micros, each.payload_bytes * micros
+        traffic[key] = traffic.get(key, Volume()) + Volume(calls, size)
     units = {names[unit.modules[0]]: unit for unit in layout.units if unit.numel}
-    resident = predict_resident(layout, 0, optimizer)
-    moments, unmeasured = dict[str, Peak](), ""
-    try:
-        with as_before(model):
-            moments = simulate(model, blocks, batch, loss or call_model, layout, micros, int(resident.optimizer_bytes))
-    except Unmeasured as error:
-        unmeasured = str(error)
-    return ModulePlan(layout, units, resident, predict_traffic(layout, micros, optimizer), moments, unmeasured)
+    return ModulePlan(layout, units, resident, traffic, moments, unmeasured)
 
 
 def _is_count(given: Any) -> bool:
@@ -237,14 +247,14 @@ def as_before(model: nn.Module) -> Iterator[None]:
         COPIED.discard(model)
 
 
-def replace_tensors(model: nn.Module) -> None:
-    """Gives `model` fake parameters and buffers in place of its tensors, a tied one once."""
+def replace_tensors(model: nn.Module, device: torch.device) -> None:
+    """Gives `model` parameters and buffers on `device` in place of its tensors, a tied one once."""
     fakes: dict[Tensor, Tensor] = {}
     for module in model.modules():
         for named in (module.named_parameters, module.named_buffers):
             for name, tensor in [*named(recurse=False, remove_duplicate=False)]:
                 if tensor not in fakes:
-                    fake = torch.empty_like(tensor, device="cpu")
+                    fake = torch.empty_like(tensor, device=device)
                     is_parameter = isinstance(tensor, nn.Parameter)
                     fakes[tensor] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
                 setattr(module, name, fakes[tensor])  # by its __setattr__: nn.LSTM has a list of its parameters
@@ -252,9 +262,10 @@ def replace_tensors(model: nn.Module) -> None:
 
 def simulate(
     model: nn.Module, blocks: Sequence[nn.Module], batch: Any, loss: Loss, layout: Layout, micros: int, state_bytes: int
-) -> dict[str, Peak]:
-    """Returns the bytes at the moments of a step, in order, by name. Uses `model` up. Raises Unmeasured where it does
-    not run on fake tensors, RecipeError where blocks do not run once each, in their order."""
+) -> tuple[dict[str, Peak], Traffic]:
+    """Returns the bytes at the moments of a step, in order, by name; and what the layers of a micro-batch send along
+    tp. Uses `model` up. Raises Unmeasured where it does not run on fake tensors, RecipeError where blocks do not run
+    once each, in their order."""
     if dist.is_initialized():
         raise Unmeasured(f"there is a process group already, {WITHOUT}: plan before init_process_group")
     names, few = {module: name for name, module in model.named_modules()}, min(micros, MICROS)
@@ -263,7 +274,7 @@ def simulate(
     dist.init_process_group("fake", rank=0, world_size=layout.world_size, store=fake_store())
     try:
         with fakes:
-            replace_tensors(model)
+            replace_tensors(model, torch.device("cpu"))
         # outside: a mesh asks for the values of its ranks
         sharded = apply_stage(model, layout, build_mesh(layout.sizes, "cpu"), ours=False)
         live = Categories(sharded)
@@ -274,7 +285,10 @@ def simulate(
             state = torch.empty(state_bytes, dtype=torch.uint8)
             live.put("optimizer", state)
             given = map_tensors(batch, lambda tensor: torch.empty_like(tensor, device="cpu"))
-            run_steps(live, sharded, few, lambda: given, lambda batch: loss(model, batch))
+            with Ledger(layout.groups(0)) as ledger:
+                if layout.tp_size > 1:
+                    ledger.open()
+                run_steps(live, sharded, few, lambda: given, lambda batch: loss(model, batch))
             del state
     except Exception as error:
         raise_if_ours(error)
@@ -290,7 +304,16 @@ def simulate(
         number = micros if micro == few - 1 else micro + 1
         where = f"{named[place]}, {phase}" if isinstance(place, int) else ENDS[phase, place]
         moments[f"micro-batch {number}, {where}"] = peak
-    return moments
+    return moments, per_micro_batch(ledger.traffic, layout, 1 + few)
+
+
+def per_micro_batch(traffic: Traffic, layout: Layout, micros: int) -> Traffic:
+    """Returns what a micro-batch sends along tp, of what two steps of `micros` in all sent: but for a step's sum of
+    gradients."""
+    sent = {key: volume for key, volume in traffic.items() if key[1] == TP}
+    if sent:
+        sent["all_reduce", TP] += Volume(-2, -2 * layout.replicated_numel * layout.dtype("master").itemsize)
+    return {key: Volume(each.calls // micros, each.payload_bytes // micros) for key, each in sent.items()}
 
 
 def check_order(names: Sequence[str], order: Sequence[int], micros: int) -> None:

@@ -15,7 +15,6 @@ from shardbook.data.tokenized import Totals
 from shardbook.objectives import build_objective
 from shardbook.parallel.context import apply_context_parallel, own_heads, partition_heads
 from shardbook.parallel.layout import Layout
-from shardbook.parallel.library import shard_model
 from shardbook.parallel.mesh import DataRank, fold_sizes, resolve_sizes, unfold_sizes
 from shardbook.parallel.zeropp import read_switches
 from shardbook.recipe import STAGES, Parallel, Precision, Preference, find_stage, load_recipe
@@ -62,12 +61,6 @@ def test_more_ranks_than_heads_are_refused_on_each(heads, parallel, said):
     for rank in range(parallel.cp_size * parallel.tp_size):
         refused = said_by(apply_context_parallel, model, parallel, rank)
         assert refused.startswith(f"parallel.cp_size = {parallel.cp_size}: ") and refused.endswith(said), refused
-
-
-def test_a_loop_of_ones_own_is_told_that_no_rows_are_split():
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    said = said_by(shard_model, model, blocks=[model[0]], stage=Parallel(cp_size=2))
-    assert said == "shard_model: parallel.cp_size = 2: it splits no rows; leave it out"
 
 
 HEADS = [(4, 2), (4, 1), (9, 3), (6, 3), (6, 2), (32, 8), (8, 8), (14, 2), (5, 5)]

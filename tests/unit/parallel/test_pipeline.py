@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import pytest
-import torch
 import torch.distributed as dist
 from plans import settings
 from tiny import config, said_by, write_recipe
@@ -15,7 +14,6 @@ from shardbook.model.weights import student_parameters
 from shardbook.optim import build_optimizer
 from shardbook.parallel import placement
 from shardbook.parallel.layout import Layout
-from shardbook.parallel.library import shard_model
 from shardbook.parallel.mesh import DataRank, resolve_sizes
 from shardbook.parallel.pipeline import build_pipeline_links
 from shardbook.parallel.placement import World, build_local
@@ -67,12 +65,6 @@ def test_a_world_that_it_does_not_divide_is_refused():
     assert "parallel.pp_size = 2, parallel.tp_size = 2: 4 does not divide the world of 6 ranks" in said
     said = said_by(resolve_sizes, Parallel(pp_size=2, dp_shard_size=2), (DP_SHARD,), 2)
     assert "pp 2 x dp_replicate 1 x dp_shard 2 needs 4 ranks, the world has 2" in said
-
-
-def test_a_loop_of_ones_own_is_told_that_no_layers_are_dealt_out():
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    said = said_by(shard_model, model, blocks=[model[0]], stage=Parallel(pp_size=2))
-    assert said == "shard_model: parallel.pp_size = 2: it deals out no layers; leave it out"
 
 
 def parallel_of(ranks: int, chunks: int = 1, **more) -> Parallel:

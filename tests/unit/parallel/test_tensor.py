@@ -6,7 +6,6 @@ from tiny import config, said_by, write_recipe
 from transformers import AutoConfig
 
 from shardbook.model.cross_entropy import combine_parts, local_exponentials, local_grad_logits
-from shardbook.parallel.library import shard_model
 from shardbook.parallel.mesh import resolve_sizes
 from shardbook.parallel.tensor import check_tp_size, heads_of_rank
 from shardbook.parallel.tensor_linears import TPGroup
@@ -64,12 +63,6 @@ def test_a_world_that_it_does_not_divide_is_refused():
     assert "parallel.tp_size = 2: 2 does not divide the world of 3 ranks" in said
     said = said_by(resolve_sizes, Parallel(tp_size=2, dp_shard_size=2), ("dp_shard",), 2)
     assert "dp_shard 2 x tp 2 needs 4 ranks, the world has 2" in said
-
-
-def test_a_loop_of_ones_own_is_told_that_nothing_is_cut():
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    said = said_by(shard_model, model, blocks=[model[0]], stage=Parallel(tp_size=2))
-    assert said == "shard_model: parallel.tp_size = 2: it cuts no matrices; leave it out"
 
 
 @pytest.mark.parametrize(("heads", "key_heads"), [(4, 2), (4, 1), (9, 3), (6, 3), (6, 2), (32, 8), (8, 8), (14, 2)])
