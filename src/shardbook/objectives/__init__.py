@@ -36,7 +36,7 @@ class Objective:
     ) -> Callable[[nn.Module, MicroBatch], Tensor]:
         """Returns `terms` with the `totals` of a step filled in, and the sum over slices of rows."""
         more = {"sum_slices": sum_slices} if self.sequences else {}
-        return lambda model, micro: self.terms(model, micro, totals, **more)
+        return partial(self.terms, totals=totals, **more)
 
     def add_up(self, terms: Iterable[Tensor], device: torch.device) -> Tensor:
         """Returns the sum of the `terms` of micro-batches, [1 + metrics] fp32."""
