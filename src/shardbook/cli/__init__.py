@@ -271,7 +271,8 @@ def run_plan(asked: argparse.Namespace, words: list[str]) -> int:
     from shardbook.run.calibration_runs import calibrate, read_sample
 
     recipe = read_recipe([*words, *([f"model.path={hub_id(asked.model)}"] if asked.model else [])])
-    terms = build_objective(recipe.method, recipe.preference, recipe.distill).terms if asked.simulate else None
+    kind = recipe.method, recipe.preference, recipe.distill, recipe.train.router_aux_loss_coef
+    terms = build_objective(*kind).terms if asked.simulate else None
     read = (recipe.model.path, asked.gpu, asked.document_tokens)
     cluster = calibrate(cluster, [read_sample(run, *read) for run in asked.calibrate or ()])
     report = make_report(recipe, asked.gpu, cluster, asked.document_tokens, terms)

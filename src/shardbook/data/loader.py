@@ -39,6 +39,7 @@ class MicroBatch(Batch):
     ends: Tensor | None = None
     reference: Tensor | None = None  # [sequences] fp32: log-probabilities under the reference model
     slices: int = 1  # of each row, of which this has one
+    is_token: Tensor | None = None  # [B, L] bool: no padding; where somebody counts tokens
 
     @property
     def full_shape(self) -> torch.Size:
@@ -97,6 +98,7 @@ class Batching:
     slice_number: int = 0  # of the slice of each row that this rank sees
     slices: int = 1
     copies: int = 1  # ranks that see the same tokens
+    marks_padding: bool = False  # micro-batches say which tokens are padding
 
 
 def choose_batching(
@@ -108,7 +110,8 @@ def choose_batching(
     most = max((len(row) for part in parts if part for row in part.rows), default=1)
     multiple = math.lcm(ROUND_TO[device_type], at.row_ranks)  # so that ranks have equal shares of a row
     shape = row_length, train.per_device_train_batch_size
-    return Batching(*shape, at.dp_rank, at.dp_size, most, multiple, sequences, *at.slice_of_rows, at.copies)
+    where = at.dp_rank, at.dp_size, most, multiple, sequences, *at.slice_of_rows, at.copies
+    return Batching(*shape, *where, train.router_aux_loss_coef > 0)
 
 
 class RowError(RuntimeError):
@@ -256,9 +259,9 @@ def build_micro_batch(
     targets = targets.flatten()[positions]
     facts = packed, max_seqlen, sum(length**2 for length in lengths), tuple(trained)
     counts = torch.tensor(trained, dtype=torch.float32) if batching.sequences > 1 else None
-    micro = MicroBatch(
-        ids, places, cu_seqlens, positions, targets, *facts, counts, torch.tensor(ends, dtype=torch.int64), known
-    )
+    is_token = (torch.arange(length) < torch.tensor(used)[:, None]) if batching.marks_padding else None
+    of_sequences = counts, torch.tensor(ends, dtype=torch.int64), known
+    micro = MicroBatch(ids, places, cu_seqlens, positions, targets, *facts, *of_sequences, is_token=is_token)
     return slice_rows(micro, batching) if batching.slices > 1 else micro
 
 
@@ -282,4 +285,5 @@ def slice_rows(micro: MicroBatch, batching: Batching) -> MicroBatch:
     facts = micro.packed, micro.max_seqlen, micro.pairs * (batching.slice_number == 0), trained
     tensors = ids, places, micro.cu_seqlens, positions, micro.targets[in_slice]
     of_sequences = micro.counts, ends, micro.reference  # of whole sequences, on each slice
-    return MicroBatch(*tensors, *facts, *of_sequences, slices=batching.slices)
+    is_token = None if micro.is_token is None else micro.is_token[:, start : start + each].contiguous()
+    return MicroBatch(*tensors, *facts, *of_sequences, slices=batching.slices, is_token=is_token)

@@ -136,21 +136,32 @@ class CausalLM(nn.Module):
         embedding, head = [[self.embedding]] * self.has_embedding, [[*norm, self.head]] * self.has_head
         return [*first, *embedding, *blocks, *head]
 
-    def forward(self, *inputs: Any, cache: Cache | None = None, **named: Any) -> Tensor:
+    def forward(self, *inputs: Any, cache: Cache | None = None, **named: Any) -> Any:
         """Returns `losses` of a Batch or, with a `cache`, `next_logits`. Both go through forward: only a forward of the
         root module gathers the root's parameters."""
         return self.losses(*inputs, **named) if cache is None else self.next_logits(*inputs, cache=cache)
 
     def losses(
-        self, batch: Batch, summed: bool = False, distill: Distill | None = None, hidden: Tensor | None = None
-    ) -> Tensor:
+        self,
+        batch: Batch,
+        summed: bool = False,
+        distill: Distill | None = None,
+        hidden: Tensor | None = None,
+        with_routers: bool = False,
+    ) -> Any:
         """Returns the negative log-likelihood [n], fp32, of the batch's targets at its positions; `summed`: its sum,
         which takes one matrix product of the head less. A token attends to itself and earlier tokens of its own
-        document. `distill`: returns the three sums of a LossHead beside a teacher.
+        document. `distill`: returns the three sums of a LossHead beside a teacher. `with_routers`: returns the sum, and
+        the router logits [tokens, experts] of each layer.
 
         `hidden`: the input of the first block that is here, where others run before it; without a head the output of
         the last one is returned. It is no part of the batch: torch 2.11 looks for gradients in no dataclass.
         """
+        if with_routers:
+            output = self._run_base(batch, hidden, output_router_logits=True)
+            loss = self.head(self._select(output.last_hidden_state, batch), batch.targets, True)
+            # views: fully_shard's hook on what the root returns would run in the midst of a block's backward
+            return loss, tuple(logits.view_as(logits) for logits in output.router_logits)
         if distill is None:
             head_input = self.hidden_states(batch, hidden)
             return self.head(head_input, batch.targets, summed) if self.has_head else head_input
@@ -163,13 +174,17 @@ class CausalLM(nn.Module):
     def hidden_states(self, batch: Batch, hidden: Tensor | None = None) -> Tensor:
         """Returns the head's input at the batch's positions, [n, hidden]; without a head the output of the last block.
         `hidden`: see `losses`."""
+        states = self._run_base(batch, hidden).last_hidden_state
+        return self._select(states, batch) if self.has_head else states
+
+    def _run_base(self, batch: Batch, hidden: Tensor | None = None, **asked: bool) -> Any:
         # The base model is told that nothing is padding: with no mask it would read positions, to find documents.
-        arguments = {"attention_mask": torch.ones_like(batch.input_ids, dtype=torch.bool), "use_cache": False}
+        arguments = {"attention_mask": torch.ones_like(batch.input_ids, dtype=torch.bool), "use_cache": False, **asked}
         arguments |= {"input_ids": batch.input_ids} if hidden is None else {"inputs_embeds": hidden}
         with documents_of(batch), self._received(hidden):
-            states = self.base(position_ids=batch.position_ids, **arguments).last_hidden_state
-        if not self.has_head:
-            return states
+            return self.base(position_ids=batch.position_ids, **arguments)
+
+    def _select(self, states: Tensor, batch: Batch) -> Tensor:
         states = states.flatten(0, 1)[batch.positions]  # one name: else unselected positions stay in memory
         return self.scale_hidden(states) if self.scale_hidden and not self.scores else states
 

@@ -62,10 +62,6 @@ def load_config(model: Model, folder: Path, max_length: int, what: str = "model.
             way_out = "set model.disable_dropout=true to train without it"
             raise RecipeError(f"{setting}: {name} = {value}; only 0 is supported: {way_out}")
         owner[name] = type(value)(0)
-    if getattr(config, "output_router_logits", False):
-        raise RecipeError(
-            f"{setting}: output_router_logits = true; only false is supported: there is no auxiliary loss"
-        )
     rope = getattr(config, "rope_parameters", None) or {}
     for kind in [rope, *(inner for inner in rope.values() if isinstance(inner, dict))]:
         short, known = kind.get("original_max_position_embeddings") or most, ("default", *ROPE_INIT_FUNCTIONS)

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from shardbook.data.loader import MicroBatch
 from shardbook.data.tokenized import Totals
+from shardbook.objectives.balance import METRICS as OF_ROUTERS
+from shardbook.objectives.balance import balanced_terms
 from shardbook.objectives.distill import NLL_AND_KL, distill_terms
 from shardbook.objectives.preference import METRICS, preference_terms
 from shardbook.objectives.reward import METRICS as OF_REWARDS
@@ -50,8 +52,12 @@ class Objective:
         return [f"{what}/{name}" for name in ("loss", *self.metrics)]
 
 
-def build_objective(method: str, preference: Preference, teaching: Distill | None = None) -> Objective:
+def build_objective(
+    method: str, preference: Preference, teaching: Distill | None = None, router_aux_loss_coef: float = 0.0
+) -> Objective:
     """Returns the objective of a recipe's `method`."""
+    if method == "sft" and router_aux_loss_coef:
+        return Objective(partial(balanced_terms, router_aux_loss_coef), OF_ROUTERS)
     if method == "sft":
         return Objective(sft_terms)
     if method == "reward":

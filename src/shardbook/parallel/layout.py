@@ -25,6 +25,7 @@ from shardbook.axes import (
     PP_ENDS,
     PP_FORWARD,
     TP,
+    WORLD,
     rank_along,
     ranks_along,
 )
@@ -69,6 +70,7 @@ class Layout:
     chunk_units: tuple[int, ...] = ()  # the number of units in each chunk of layers; empty: there is one chunk
     # of every parameter of the whole model by its name, in order, also of those on other ranks
     placements: dict[str, Placement] = field(default_factory=dict)
+    balanced: tuple[int, ...] = ()  # the experts of each router whose choices an auxiliary loss balances
 
     @property
     def world_size(self) -> int:
@@ -84,6 +86,11 @@ class Layout:
         """The axis under which traffic along cp is counted: cp, or dp_shard or dp_replicate where cp spans it."""
         joined = DP_SHARD if self.stage.shards else DP_REPLICATE
         return joined if self.sizes[joined] == self.cp_size else CP
+
+    @property
+    def axis_of_all(self) -> str:
+        """The axis under which traffic of all ranks is counted: one that spans them, where there is such an axis."""
+        return next((axis for axis, size in self.sizes.items() if size == self.world_size), WORLD)
 
     @property
     def shards(self) -> int:

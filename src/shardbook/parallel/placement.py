@@ -16,6 +16,7 @@ from shardbook.model.attention import KERNELS, Kernel, choose_attention, kernel_
 from shardbook.model.causal_lm import CausalLM, build_model
 from shardbook.model.dtypes import DTYPES
 from shardbook.model.flops import Flops, count_flops
+from shardbook.model.routers import check_routers, count_choices, freeze_routers
 from shardbook.model.selfcheck import check_family, freeze
 from shardbook.model.shrink import keep_layers
 from shardbook.model.teacher import attach_teacher
@@ -106,6 +107,11 @@ def check_recipe(recipe: Recipe, config: PreTrainedConfig) -> None:
     if recipe.parallel.cp_size > 1 and not verdict.can_split_heads:
         why = verdict.no_packing_reason or f"its attention takes more than heads that ranks can share{verdict.demands}"
         raise RecipeError(f"parallel.cp_size = {recipe.parallel.cp_size}: {family} cannot be split: {why}; set it to 1")
+    if getattr(config, "output_router_logits", False) and "router_aux_loss_coef" not in recipe.train.model_fields_set:
+        raise RecipeError(
+            f"{family}: output_router_logits = true asks for an auxiliary loss: set train.router_aux_loss_coef, to "
+            f"{getattr(config, 'router_aux_loss_coef', 0)} as its config has it, or to 0"
+        )
     if recipe.parallel.pp_size > 1 and verdict.no_parts_reason:
         raise RecipeError(
             f"parallel.pp_size = {recipe.parallel.pp_size}: {family}: {verdict.no_parts_reason}; set it to 1"
@@ -121,7 +127,10 @@ def layout_of(recipe: Recipe, local: LocalModel, world: World, chosen: dict[Any,
     model, teacher = local.model, local.model.teacher
     given = recipe.parallel, recipe.precision, model, model.parts, model.blocks, world.size, world.ranks_per_node
     split = local.placements, local.pipeline, local.chunks
-    return build_layout(*given, recipe.offload, chosen, *split, teacher.config if teacher else None)
+    beside = teacher.config if teacher else None
+    layout = build_layout(*given, recipe.offload, chosen, *split, beside)
+    balanced = count_choices(model.base, model.config) if recipe.train.router_aux_loss_coef else ()
+    return replace(layout, balanced=balanced)
 
 
 def build_local(
@@ -141,6 +150,9 @@ def build_local(
     check_recipe(recipe, config)
     model = build_model(config, recipe.at_rest, chunk, attention, scores)
     freeze(model, check_family(config).without_gradient)
+    check_routers(model.base, config, recipe.train.router_aux_loss_coef)
+    if recipe.train.freeze_router:
+        freeze_routers(model.base, config.model_type)
     if recipe.lora.r:
         apply_lora(model, recipe.lora, DTYPES[recipe.precision.frozen])
     if recipe.model.load_in_4bit:

@@ -24,6 +24,8 @@ LOSS_PART_BYTES = 3 * FP32  # of each trained token, by each rank: three numbers
 DISTILLED = (5 * FP32, FP32)  # the same beside a teacher: five numbers, and then one
 SEQUENCE_BYTES = FP32  # of each answer of a pair: its log-probability or score
 
+BALANCE_NUMBERS = 2  # beside the tokens of each expert: all tokens, and those that are trained
+
 Micros = Callable[[], Sequence[MicroBatch]]
 
 
@@ -33,7 +35,7 @@ def read_inside(
     """Returns what the global `rank` sends along tp, cp and pp inside the passes of each micro-batch of the step that
     `micros_of` makes; None: rows are full, and every token but the first of each sequence is trained. Empty without tp,
     cp and pp."""
-    if layout.tp_size == layout.cp_size == layout.pipeline.ranks == 1:
+    if layout.tp_size == layout.cp_size == layout.pipeline.ranks == 1 and not layout.balanced:
         return []
     if micros := micros_of() if micros_of else None:
         sizes = [(m.input_ids.numel(), sum(m.trained), len(m.trained)) for m in micros]
@@ -67,6 +69,8 @@ def _inside(
     loss_gathers = [("all_gather", TP, size * tp_size * each) for size in sizes for each in row_bytes]
     is_summed = layout.cp_size > 1 and recipe.sequences > 1
     slice_sum = ("all_reduce", layout.context_axis, sequences * SEQUENCE_BYTES) if is_summed else ()
+    counted = sum(layout.balanced) + BALANCE_NUMBERS
+    counts = ("all_reduce", layout.axis_of_all, counted * FP32) if layout.balanced else ()
 
     def sends(*each: Any) -> Collectives:
         return tuple(send for send in each if send)
@@ -86,7 +90,10 @@ def _inside(
         recompute=sends(backward[0], *again, *backward[1:]),
         first=(sends(*first), sends(first[0], *again, *first[1:])),
         embedding=(sends(scatter), sends(gather) if reached[-1] else ()),
-        loss=(sends(gather, *loss_gathers, slice_sum), sends(*loss_gathers * recipe.recomputes_logits, scatter)),
+        loss=(
+            sends(gather, *loss_gathers, slice_sum, counts),
+            sends(*loss_gathers * recipe.recomputes_logits, scatter),
+        ),
         beside=beside,
         stream_bytes=of_tokens // tp_size,
     )

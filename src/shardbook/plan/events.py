@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch import nn
 
 from shardbook.arithmetic import ceil_div, round_up
-from shardbook.axes import DP_REPLICATE, DP_SHARD, INSIDE, PP, PP_BACKWARD, PP_ENDS, PP_FORWARD, TP, WORLD, rank_along
+from shardbook.axes import DP_REPLICATE, DP_SHARD, INSIDE, PP, PP_BACKWARD, PP_ENDS, PP_FORWARD, TP, rank_along
 from shardbook.comm.ledger import Traffic, Volume
 from shardbook.comm.quantize import buffer_bytes
 from shardbook.memory.host_state import moved_bytes, plan_unit
@@ -317,8 +317,7 @@ def step_events(
     away = layout.units if layout.offload.optimizer != "none" else ()
     yield from (Event("update", unit) for unit in away if any(unit.trained))
     yield Event("step", None, exchanges)
-    everyone = next((axis for axis, size in layout.sizes.items() if size == layout.world_size), WORLD)
-    sums = tuple(("all_reduce", everyone, size) for size in (COUNTS_BYTES, FLAGS_BYTES))
+    sums = tuple(("all_reduce", layout.axis_of_all, size) for size in (COUNTS_BYTES, FLAGS_BYTES))
     yield Event("counts", None, sums)
 
 

@@ -247,6 +247,15 @@ RULES = (
     Rule("train.check_steps!=0", PP,
          f"{APART}a wrong bit goes on to the next stage, so the rank that made it could not be named",
          "leave train.check_steps out"),
+    # mixtures of experts
+    Rule("train.router_aux_loss_coef!=0.0", "method!=sft", "only sft has an auxiliary loss", "leave it out"),
+    Rule("train.router_aux_loss_coef!=0.0", PP,
+         f"{APART}its gradient needs the choices of all layers, and a stage has those of later ones after its backward",
+         "leave train.router_aux_loss_coef out"),
+    Rule("train.router_aux_loss_coef!=0.0", "train.compile=True",
+         "torch's compiler lets no recomputed block leave anything behind, as a router does its logits",
+         "set train.compile=false or activation.checkpointing=none", "activation.checkpointing!=none"),
+    Rule("train.freeze_router=True", LORA, "beside adapters routers are frozen already", "leave it out"),
     # recompute and compile
     Rule("offload.activations!=none", "activation.checkpointing=none|budget:*",
          "only recomputed blocks offload inputs", "set activation.checkpointing=full, selective or every:<n>"),

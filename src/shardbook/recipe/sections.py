@@ -222,6 +222,10 @@ class Train(Section):
         False,
         "On a GPU: use kernels that give the same bits each time, as on a CPU. Slower; how much is not yet measured.",
     )
+    router_aux_loss_coef: float = key(
+        0.0, "Weight of the auxiliary loss that balances experts, over the tokens of all ranks (0: none).", ge=0
+    )
+    freeze_router: bool = key(False, "Keep the routers of a mixture of experts as they are.")
     loss_chunk_tokens: int = key(1024, "Largest number of trained tokens whose logits exist at once (0: all).", ge=0)
     export: bool = key(True, "At the end write Hugging Face safetensors to export/ of the run directory.")
     export_dtype: Literal["fp32", "bf16"] = key("fp32", "Dtype of the exported weights.")

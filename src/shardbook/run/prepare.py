@@ -160,7 +160,8 @@ def prepare_job(placed: PlacedRun, in_turn: InTurn = nullcontext, day: str = "")
     except Unmeasured as error:  # a model that cannot be planned can be trained
         no_plan_reason = str(error)
     forecast |= predict_memory_metrics(layout, recipe.optim.name, asdict(peak) if peak else {}, micros)
-    objective = build_objective(recipe.method, recipe.preference, recipe.distill)
+    coefficient = recipe.train.router_aux_loss_coef
+    objective = build_objective(recipe.method, recipe.preference, recipe.distill, coefficient)
     data: dict[str, Any] = {"folder": folder, "documents": documents, "held_out": held_out, "prompts": prompts}
     how = data | {"objective": objective, "batching": batching, "loader": loader, "steps": steps}
     outlook = {"peak": peak, "no_plan_reason": no_plan_reason, "forecast": forecast}
