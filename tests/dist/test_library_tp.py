@@ -54,9 +54,13 @@ class Words(nn.Module):
         return self.head(hidden)
 
 
+PARTIAL = "replicated_with_grad_allreduce"
+GATE = ("layers.*.gate.weight", "layers.*.gate.bias")
+FUSED = {"layers.*.both": "colwise", "layers.*.down": "rowwise"}
+GATHERED = {"layers.*.both": "colwise_gather_output", "layers.*.down": "rowwise_split_input"}
 PLAN = {
     "layers.*.up": "colwise",
-    "layers.*.gate": "replicated_with_grad_allreduce",
+    "layers.*.gate": PARTIAL,
     "layers.*.down": "rowwise",
     "embedding": "embedding_rowwise",
     "head": "colwise_gather_output",
@@ -88,21 +92,21 @@ CASES = {
 
 
 def blocks_of(model):
-    return model.layers if isinstance(model, Words) else model.model.layers
+    return model.layers if hasattr(model, "layers") else model.model.layers
 
 
 def row_of(step, rank, micro):
     return torch.randint(0, WORDS, (1, LENGTH), generator=torch.Generator().manual_seed(100 * step + 10 * rank + micro))
 
 
-def loss_of(model, ids):
+def loss_of(model, ids, labels=None):
     """Summed loss of a row's predictions."""
     output = model(input_ids=ids)
     logits = getattr(output, "logits", output)[0, :-1].float()
-    return nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum")
+    return nn.functional.cross_entropy(logits, (ids if labels is None else labels)[0, 1:], reduction="sum")
 
 
-def train(name: str, folder: Path, data_ranks: int, compiled: bool = False):
+def train(name: str, folder: Path, data_ranks: int, compiled: bool = False, all_last: bool = False):
     """A case on this rank. Returns what a step sends, and the number of parameters at rest."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -130,7 +134,7 @@ def train(name: str, folder: Path, data_ranks: int, compiled: bool = False):
             if step == STEPS - 1:
                 ledger.open()
             for micro in range(MICROS):
-                with sharded.micro_batch(is_last=micro == MICROS - 1):
+                with sharded.micro_batch(is_last=all_last or micro == MICROS - 1):
                     loss = loss_of(model, row_of(step, dp_rank, micro)) / (data_ranks * MICROS * (LENGTH - 1))
                     loss.backward()
                 total += loss.detach()
@@ -209,9 +213,9 @@ def test_a_plan_computes_what_one_process_does(name, trained):
 
 
 def gradients_are_not_checked():
-    from shardbook.parallel import tensor_plan
+    from shardbook.parallel.same_on_ranks import FirstSteps
 
-    replace(tensor_plan.check_whole_gradients, lambda model, names, mesh: None)
+    FirstSteps.check = lambda self: False
 
 
 def gradients_of_inputs_stay_parts():
@@ -322,17 +326,71 @@ def test_the_example_of_the_page_computes_what_one_process_does():
             assert relative_error(torch.tensor(weights[name]), parameter.detach()) < 1e-3, name
 
 
-def shard_and_step(model, data_of=lambda rank: 0, **given):
-    """Takes a step on two ranks along tp, and returns what it says where that fails."""
+def shard_and_step(model, data_of=lambda rank: 0, labels_of=None, evaluates=False, steps=1, **given):
+    """Takes steps on two ranks along tp, and returns what it says where that fails."""
     import torch.distributed as dist
 
+    rank, labels_of = dist.get_rank(), labels_of or data_of
     try:
         sharded = shard_model(model, blocks=blocks_of(model), **given)
-        with sharded.micro_batch(is_last=True):
-            loss_of(model, row_of(0, data_of(dist.get_rank()), 0)).backward()
+        if evaluates:
+            with torch.no_grad():
+                model(input_ids=row_of(0, 0, 1))
+            sharded.reshard()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(steps):
+            with sharded.micro_batch(is_last=True):
+                loss_of(model, row_of(step, data_of(rank), 0), row_of(step, labels_of(rank), 0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
     except RecipeError as error:
         return str(error)
     return ""
+
+
+class Fused(nn.Module):
+    """A gate and what it lets through in one matrix, of which each rank would chunk its own rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(WORDS, 16), nn.Linear(16, WORDS)
+        self.layers = nn.ModuleList([nn.Module()])
+        self.layers[0].both, self.layers[0].down = nn.Linear(16, 64), nn.Linear(32, 16)
+        self.layers[0].forward = self.mix
+
+    def mix(self, x):
+        gate, up = self.layers[0].both(x).chunk(2, -1)
+        return x + self.layers[0].down(nn.functional.silu(gate) * up)
+
+    def forward(self, input_ids):
+        return self.head(self.layers[0](self.embedding(input_ids)))
+
+
+def zeroed():
+    """Nothing comes through the block in the first step, so what is in it has no gradient."""
+    model = mine()
+    for layer in model.layers:
+        nn.init.zeros_(layer.down.weight)
+    return model
+
+
+class Wrapped(nn.Module):
+    """As peft wraps a model: it has the plan of what is inside, whose names have a prefix here."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.inside = inside
+
+    @property
+    def tp_plan(self):
+        return self.inside.tp_plan
+
+    @property
+    def layers(self):
+        return self.inside.model.layers
+
+    def forward(self, **named):
+        return self.inside(**named)
 
 
 def take_wrong_steps():
@@ -350,6 +408,15 @@ def take_wrong_steps():
         "norms of heads": shard_and_step(qwen(), stage=two, tp_plan=names),
         "gate": shard_and_step(mine(), **of_two | {"tp_plan": ungated}),
         "data": shard_and_step(mine(), data_of=lambda rank: rank, **of_two),
+        "data after an evaluation": shard_and_step(mine(), data_of=lambda rank: rank, evaluates=True, **of_two),
+        "labels": shard_and_step(of_transformers("llama")(), labels_of=lambda rank: rank, stage=two),
+        "no gate in the first step": shard_and_step(zeroed(), steps=2, **of_two | {"tp_plan": ungated}),
+        "a whole norm": shard_and_step(mine(), **of_two | {"tp_plan": PLAN | {"layers.*.norm": PARTIAL}}),
+        "a parameter": shard_and_step(mine(), **of_two | {"tp_plan": ungated | dict.fromkeys(GATE, PARTIAL)}),
+        "wrapped": shard_and_step(Wrapped(of_transformers("llama")()), stage=two),
+        "rows alone": shard_and_step(mine(), **of_two | {"tp_plan": plan_of(**{"layers.*.up": ""})}),
+        "fused": shard_and_step(Fused(), **of_two | {"tp_plan": FUSED}, example=row_of(0, 0, 0)),
+        "fused, gathered": shard_and_step(Fused(), **of_two | {"tp_plan": GATHERED}, example=row_of(0, 0, 0)),
         "one rank along tp": shard_and_step(mine(), tp_plan=PLAN, mesh=meshes[2, 1]),
         "another size": shard_and_step(mine(), stage=Parallel(tp_size=4), tp_plan=PLAN, mesh=meshes[1, 2]),
         "no axis": shard_and_step(mine(), **of_two, mesh=meshes[1, 2]["dp_shard"]),
@@ -357,13 +424,22 @@ def take_wrong_steps():
 
 
 def test_a_plan_that_leaves_a_part_out_is_told_in_the_first_step():
-    differs, cause = "the gradient of {} differs between ranks along tp", "of the module; else ranks along tp had other"
+    differs, cause = "the gradient of {} differs between ranks along tp", "of it; else they had other random numbers"
     wanted = {
         "right": [],
         "one rank along tp": [],
-        "norms of heads": [differs.format("model.layers.0.self_attn.q_norm.weight"), "(6 such of 13)", cause],
-        "gate": [differs.format("layers.0.gate.weight"), "(2 such of 10)", "say 'replicated_with_grad_allreduce'"],
+        "norms of heads": [differs.format("model.layers.0.self_attn.q_norm.weight"), cause],
+        "gate": [differs.format("layers.0.gate.weight"), "must say 'replicated_with_grad_allreduce' of it"],
         "data": ["ranks along tp were given other inputs", "layout.data_rank(rank).dp_rank"],
+        "data after an evaluation": ["ranks along tp were given other inputs"],
+        "labels": ["the gradient of what the model returns differs", "labels, masks or scales of the loss were others"],
+        "no gate in the first step": [differs.format("layers.0.gate.weight")],
+        "a whole norm": ["the gradient of layers.0.norm.weight is the same on all ranks", "it would count 2 times"],
+        "a parameter": [],
+        "wrapped": ["the model's own plan names none of its modules (lm_head and 8 more)"],
+        "rows alone": ["layers.0.down takes 12 features", "was given 24"],
+        "fused": ["example: the model computes something else than before", "say colwise_gather_output and rowwise_"],
+        "fused, gathered": [],
         "another size": ["parallel.tp_size = 4, and the mesh has 2; leave one out"],
         "no axis": ["parallel.tp_size = 2 needs the mesh axis tp; the mesh has dp_shard"],
     }
@@ -372,6 +448,55 @@ def test_a_plan_that_leaves_a_part_out_is_told_in_the_first_step():
         for name, parts in wanted.items():
             assert bool(messages[name]) == bool(parts), messages[name]
             assert all(part in messages[name] for part in parts), messages[name]
+
+
+class Odd(nn.Module):
+    """Calls a linear by name, has a module twice, and a hook on what ranks gather."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(8, 16), nn.Linear(16, 12)
+        self.layers = nn.ModuleList([nn.Linear(16, 16)] * 2)
+        self.head.register_forward_hook(lambda head, inputs, output: output.softmax(-1))
+
+    def forward(self, x):
+        return self.head(self.layers[1](self.layers[0](self.first(input=x)).relu()))
+
+
+ODD = {"first": "colwise_gather_output", "layers.*": "colwise_gather_output", "head": "colwise_gather_output"}
+
+
+def use_oddly(folder):
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("gloo")
+    train("norms of heads", folder, 1, all_last=True)
+    torch.manual_seed(0)
+    model, x = Odd(), torch.ones(3, 8)
+    model(x)[:, 0].sum().backward()
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_replicate", "tp"))
+    sharded = shard_model(model, blocks=[], stage="ddp", mesh=mesh, tp_plan=ODD)
+    with sharded.micro_batch(is_last=True):
+        pass  # a step that is left out
+    with sharded.micro_batch(is_last=True):
+        model(x)[:, 0].sum().backward()
+    errors = [relative_error(whole(p.grad), expected[name]) for name, p in model.named_parameters()]
+    words = mine()
+    shard_model(words, blocks=words.layers, stage=Parallel(tp_size=2), tp_plan=PLAN)
+    with pytest.raises(IndexError):
+        words(torch.tensor([[3, WORDS]]))
+    return max(errors)
+
+
+def test_odd_modules_and_loops(tmp_path):
+    """A loop that calls every micro-batch the last one too, and a token that no rank has."""
+    assert max(run_world(2, use_oddly, tmp_path)) < 1e-6
+    assert_parity(
+        torch.load(tmp_path / "norms of heads.0", weights_only=False), expected_of("norms of heads", 1), tolerance=2e-6
+    )
 
 
 class Scaled(nn.Embedding):
@@ -405,7 +530,7 @@ def tied():
 
 REFUSED = {
     "no plan": (mine, None, "states no plan of its own; say how each linear is sharded, as in tp_plan={"),
-    "an empty plan": (mine, {}, "tp_plan = {} says nothing"),
+    "an empty plan": (mine, {}, "tp_plan = {}: no words by names"),
     "a word": (
         mine,
         plan_of(head="packed_colwise"),
@@ -435,6 +560,18 @@ REFUSED = {
         PLAN,
         "head, whose weight has 1 rows: too few for 2 ranks",
     ),
+    "a weight that is computed": (
+        lambda: with_part("head", nn.utils.parametrizations.weight_norm(nn.Linear(16, WORDS))),
+        PLAN,
+        "head, whose weight is computed from other parameters",
+    ),
+    "attention of torch's own": (
+        lambda: with_part("attention", nn.MultiheadAttention(16, 2)),
+        PLAN | {"attention.out_proj": "rowwise"},
+        "attention.out_proj, whose weight an nn.MultiheadAttention multiplies with itself",
+    ),
+    "a number for a name": (mine, {0: "colwise"}, "tp_plan[0] = 'colwise': a name and a word must be text"),
+    "a list": (mine, [("head", "colwise")], "tp_plan = [('head', 'colwise')]: no words by names"),
     "half a head": (
         lambda: with_part("heads", Heads()),
         PLAN | {"heads.q": "colwise"},

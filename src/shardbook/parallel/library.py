@@ -5,15 +5,13 @@ reads files or touches the optimizer; of the environment it reads LOCAL_WORLD_SI
 """
 
 import os
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -23,15 +21,14 @@ from shardbook.comm.zeropp_collectives import ZeroppSwitches
 from shardbook.model.dtypes import DTYPES
 from shardbook.parallel.layout import Layout, build_layout, read_sizes
 from shardbook.parallel.mesh import axis_sizes, build_mesh
-from shardbook.parallel.pass_monitor import tensors_in
 from shardbook.parallel.replicated import COPIED
+from shardbook.parallel.same_on_ranks import FirstSteps, check_outputs, check_same_weights, run_example
 from shardbook.parallel.sharding import ShardedModel, apply_stage
-from shardbook.parallel.tensor_plan import apply_tp_plan, check_whole_gradients, has_whole_gradient, read_tp_plan
+from shardbook.parallel.tensor_plan import apply_tp_plan, has_whole_gradient, read_tp_plan
 from shardbook.parallel.units import note_shards, place_whole
 from shardbook.parallel.zeropp import read_switches
 from shardbook.recipe import Parallel, Precision, RecipeError, check_parallel, find_stage
 
-PIECE = 2**22  # numbers that are widened to int64 at once
 NOT_OF_A_MODULE = {
     "cp": "ranks that share rows exchange heads inside attention, and which code of a module is attention is not known",
     "pp": "a pipeline runs the micro-batches of a step in an order of its own, and the loop here is yours",
@@ -47,6 +44,7 @@ def shard_model(
     mesh: DeviceMesh | None = None,
     precision: Precision | None = None,
     tp_plan: Mapping[str, str] | None = None,
+    example: Any = None,
 ) -> ShardedModel:
     """Put `model` under a named stage, in place. Collective: every rank calls it with the same model and weights.
 
@@ -55,7 +53,9 @@ def shard_model(
     the axes dp_replicate, dp_shard or both, and tp; None: all ranks. `precision`: None computes in bf16 on a GPU and in
     fp32 on a CPU, reduces in fp32, and returns floats as fp32. Parameters keep their dtype, one for all of them, fp32
     or bf16. `tp_plan`: beside tp_size the layers that ranks share, by name, in the words of transformers' `tp_plan`
-    (tensor_plan.py); None: the model's own. Ranks along tp must be given the same data.
+    (tensor_plan.py); None: the model's own. Ranks along tp must be given the same data. `example`: a batch (a tuple:
+    arguments of the model, a mapping: its named ones) on which the model, in eval mode, must compute the same before
+    and after: what tells a tp_plan that does not fit the model's code. Its weights must then be there, whole.
 
     Afterwards parameters are DTensors (plain tensors where a rank has all of them), so make the optimizer afterwards;
     gradients are SUMS over data-parallel ranks: divide the loss by what the whole step counts. Raises RecipeError (a
@@ -74,13 +74,17 @@ def shard_model(
     sizes, node = read_sizes(parallel, len(ranks)), _ranks_of_this_node(ranks, parallel)
     mesh = _with_every_axis(mesh, sizes, read_switches(parallel, sizes[DP_SHARD], node), device_type)
     check_same_weights(model, mesh)
+    expected = None if example is None else run_example(model, example)
     tp_rank = mesh.get_local_rank(TP) if words else 0
     layout = place_module(model, blocks, words, parallel, precision.on(device_type), len(ranks), node, tp_rank)
     sharded = apply_stage(model, layout, mesh, ours=False)
+    if expected is not None:
+        check_outputs(expected, run_example(model, example), mesh, layout.dtype("params"))
+        sharded.reshard()
     if words:
-        same = [name for name in layout.trained_shapes if layout.placements[name].tp_whole_gradient]
-        sharded.check_first_gradients = partial(check_whole_gradients, model, same, mesh)
-        check_first_inputs(model, mesh[TP])
+        unshared = {name: each for name, each in layout.placements.items() if each.trained and each.tp_dim is None}
+        is_whole = {name: each.tp_whole_gradient for name, each in unshared.items()}
+        sharded.check_first_gradients = FirstSteps(model, is_whole, mesh, mesh[TP]).check
     return sharded
 
 
@@ -198,60 +202,6 @@ def check_parameters(model: nn.Module) -> None:
                 raise RecipeError(f"shard_model: {name} {what}")
 
 
-def check_same_weights(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Raise RecipeError, on every rank of `mesh`, where ranks hold different models or weights: each keeps only its own
-    part, so a model of parts of unlike models would train without a word. What lies on the meta device has none yet."""
-    named = dict(model.named_parameters())
-    shape = repr([(name, tuple(p.shape), p.dtype, p.is_meta) for name, p in named.items()])
-    if _differing(torch.tensor([zlib.crc32(shape.encode())]), mesh):
-        raise RecipeError(
-            "shard_model: the model is not the same on every rank (names, shapes, dtypes, or which parameters lie on "
-            "the meta device); make it alike everywhere"
-        )
-    real = [name for name, parameter in named.items() if not parameter.is_meta]
-    sums = torch.tensor([int(sum_bits(named[name])) for name in real], dtype=torch.int64)
-    if differ := [real[number] for number in _differing(sums, mesh)]:
-        raise RecipeError(
-            f"shard_model: {len(differ)} of {len(real)} parameters are not the same on every rank, {differ[0]} first; "
-            "load the same weights, or call torch.manual_seed with the same seed before the model is made"
-        )
-
-
-def check_first_inputs(model: nn.Module, along_tp: DeviceMesh) -> None:
-    """Has the first forward of `model` raise RecipeError, on every rank of `along_tp`, where these ranks are given
-    other tensors: most of what they compute would still be alike, so nothing else would tell."""
-
-    def before(model: nn.Module, args: Any, named: Any) -> None:
-        handle.remove()
-        digest = torch.zeros((), dtype=torch.int64)
-        for number, tensor in enumerate(tensors_in((args, named)), 1):
-            digest += number * (sum_bits(tensor).cpu() + zlib.crc32(repr((tensor.shape, tensor.dtype)).encode()))
-        if _differing(digest[None], along_tp):
-            raise RecipeError(
-                "shard_model: ranks along tp were given other inputs: they share one batch; deal out data by "
-                "sharded.layout.data_rank(rank).dp_rank, of .dp_size"
-            )
-
-    handle = model.register_forward_pre_hook(torch.compiler.disable(before), with_kwargs=True)
-
-
-def _differing(values: Tensor, mesh: DeviceMesh) -> list[int]:
-    """Returns the indices at which `values`, int64, differ between ranks of `mesh`. Collective."""
-    least, most = values.to(mesh.device_type), values.to(mesh.device_type, copy=True)
-    for axis in range(mesh.ndim):
-        dist.all_reduce(least, dist.ReduceOp.MIN, group=mesh.get_group(axis))
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=mesh.get_group(axis))
-    return (least != most).nonzero().flatten().tolist()
-
-
-def sum_bits(tensor: Tensor) -> Tensor:
-    """Returns a sum, int64, over a tensor's numbers taken as integers of its itemsize. With their squares: alone, one
-    that is rounded up and one that is rounded down would cancel."""
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.int64)
-    pieces = (piece.long() for piece in tensor.detach().contiguous().view(-1).view(integer).split(PIECE))
-    return torch.stack([(words * words + words).sum() for words in pieces]).sum()
-
-
 def _ranks_of_this_node(ranks: list[int], parallel: Parallel) -> int:
     """Returns the number of `ranks` on this rank's node. Raises RecipeError where ZeRO++ needs it and LOCAL_WORLD_SIZE
     is not set."""
@@ -317,9 +267,9 @@ def _with_every_axis(
     wanted = tuple(sizes)
     if names == wanted or (names == wanted[1:] and hops < 2):
         return mesh
-    if len(names) == 1 and is_full:
+    if is_full and names == tuple(axis for axis in wanted if axis in names):
         return build_mesh(sizes, device_type)
     raise RecipeError(
         f"shard_model: the mesh must have {' and '.join(wanted)}, in this order, one of them perhaps of size 1; it has "
-        f"{' and '.join(names)} (one alone is enough where it has all ranks)"
+        f"{' and '.join(names)} (fewer are enough where it has all ranks)"
     )

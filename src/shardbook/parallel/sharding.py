@@ -27,7 +27,7 @@ from shardbook.parallel.mesh import build_node_mesh
 from shardbook.parallel.pass_monitor import PassMonitor
 from shardbook.parallel.pipeline import PipelineLinks, build_pipeline_links
 from shardbook.parallel.replicated import ReplicatedParameters
-from shardbook.parallel.tensor import place_on_mesh, sum_replicated_gradients
+from shardbook.parallel.tensor import divide_summed_gradients, place_on_mesh, sum_replicated_gradients
 
 
 @dataclass
@@ -43,7 +43,8 @@ class ShardedModel:
     links: PipelineLinks | None = None  # to the neighbours along pp
     cp_process_group: ProcessGroup | None = None  # the ranks that have slices of the same rows
     offloaded: Any = None  # memory/host_adamw.py's HostAdamW, where masters are not on the device
-    check_first_gradients: Callable[[], None] | None = None  # called before those of the first step are summed along tp
+    # called before gradients are summed along tp, while it returns True
+    check_first_gradients: Callable[[], bool] | None = None
     is_last: bool = True  # the step's last micro-batch; True by default: a loop that never sets it always reduces
 
     @property
@@ -90,6 +91,8 @@ class ShardedModel:
         """Sets which gradients the backward of one micro-batch reduces and which parameters it frees (gradient
         accumulation, DDP's no_sync); opened around its forward and backward, or around its backward alone. `is_last`:
         it is the last one of the optimizer step."""
+        if self.mesh and self.is_last:
+            divide_summed_gradients(self.model, self.layout)
         self.is_last = is_last
         for other in (self.replicated, self.offloaded):
             if other:
@@ -104,8 +107,7 @@ class ShardedModel:
             handle.set_reshard_after_backward(is_resharded, recurse=False)
         yield
         if is_last and self.mesh:
-            if self.check_first_gradients:
-                self.check_first_gradients()
+            if self.check_first_gradients and not self.check_first_gradients():
                 self.check_first_gradients = None
             sum_replicated_gradients(self.model, self.mesh, self.layout)
 

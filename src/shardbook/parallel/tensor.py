@@ -59,7 +59,9 @@ class ShardedEmbedding(nn.Embedding):
     def forward(self, ids: Tensor) -> Tensor:
         weight = local_part(self.weight)
         local_ids = ids - self.first
-        outside = (local_ids < 0) | (local_ids >= len(weight))
+        # an id that is no token of any rank stays outside, and is an error of F.embedding, as of a whole one
+        is_token = (ids >= 0) & (ids < self.num_embeddings)
+        outside = is_token & ((local_ids < 0) | (local_ids >= len(weight)))
         padding = self.padding_idx
         if padding is not None:  # the row of padding_idx gets no gradient, on the rank that has it
             padding = padding - self.first if 0 <= padding - self.first < len(weight) else None
@@ -162,6 +164,16 @@ def sum_replicated_gradients(model: nn.Module, mesh: DeviceMesh, layout: Layout)
     dist.all_reduce(flat, group=mesh.get_group(TP))
     for part, divisor, summed in zip(parts, divisors, flat[: sum(sizes)].split(sizes), strict=True):
         part.copy_((summed / divisor if divisor > 1 else summed).view_as(part))
+
+
+@torch.no_grad()
+def divide_summed_gradients(model: nn.Module, layout: Layout) -> None:
+    """Makes gradients that are kept, and summed already, each rank's part of their sum: a loop may call every
+    micro-batch the last one, and they are summed again with what the next backward adds."""
+    for name, parameter in model.named_parameters():
+        placement = layout.placements[name]
+        if parameter.grad is not None and placement.tp_dim is None and not placement.tp_whole_gradient:
+            local_part(parameter.grad).div_(layout.tp_size)
 
 
 def apply_tensor_parallel(model: CausalLM, size: int, rank: int) -> None:

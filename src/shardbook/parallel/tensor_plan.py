@@ -20,14 +20,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from shardbook.arithmetic import ceil_div
-from shardbook.axes import TP
-from shardbook.comm.collectives import SumGradients, SumOverRanks, sum_over_ranks
+from shardbook.comm.collectives import SumGradients, SumOverRanks
 from shardbook.model.blocks import put
 from shardbook.parallel.tensor import ShardedEmbedding, make_vocabulary_parallel
 from shardbook.parallel.tensor_linears import (
@@ -38,8 +34,6 @@ from shardbook.parallel.tensor_linears import (
     make_row_parallel,
 )
 from shardbook.recipe import RecipeError
-
-UNLIKE = 0.02  # the share of a gradient that differs between ranks from which on rounding is not the reason
 
 
 class AllTokens(TPGroup):
@@ -77,30 +71,47 @@ class SplitFeatures(torch.autograd.Function):
         return gather_features(grad_output, ctx.tp_group, ctx.features), None
 
 
-def shard_columns(linear: nn.Linear, tp_group: TPGroup) -> None:
-    def before(linear: nn.Module, inputs: Any) -> Any:
-        return SumGradients.apply(inputs[0], tp_group.group), *inputs[1:]
+def on_input(linear: nn.Linear, features: int, name: str, change: Callable[[Tensor], Tensor]) -> None:
+    """Has `change` take what `linear`, of this `name`, is called with. Its call raises RecipeError where that has not
+    so many `features`."""
 
+    def before(linear: nn.Module, inputs: Any, named: Any) -> Any:
+        given: Tensor = [*inputs, *named.values()][0]
+        if (width := given.shape[-1]) != features:
+            raise RecipeError(
+                f"shard_model: {name} takes {features:,} features by tp_plan and was given {width:,}: what is before "
+                "it has a share of the features where it should have all, or all in place of a share"
+            )
+        return (change(given),), {}
+
+    linear.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def shard_columns(linear: nn.Linear, tp_group: TPGroup, name: str) -> None:
     make_column_parallel(linear, tp_group)
-    linear.register_forward_pre_hook(before)
+    on_input(linear, linear.in_features, name, lambda full: SumGradients.apply(full, tp_group.group))
 
 
-def shard_columns_and_gather(linear: nn.Linear, tp_group: TPGroup) -> None:
-    shard_columns(linear, tp_group)
+def shard_columns_and_gather(linear: nn.Linear, tp_group: TPGroup, name: str) -> None:
+    def after(linear: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        return GatherFeatures.apply(output, tp_group, features)
+
+    shard_columns(linear, tp_group, name)
     features = linear.out_features
-    linear.register_forward_hook(lambda linear, inputs, output: GatherFeatures.apply(output, tp_group, features))
+    linear.register_forward_hook(after, prepend=True)  # hooks that are there already take all features
 
 
-def shard_rows(linear: nn.Linear, tp_group: TPGroup) -> None:
+def shard_rows(linear: nn.Linear, tp_group: TPGroup, name: str) -> None:
     make_row_parallel(linear, tp_group)
+    on_input(linear, linear.in_features // tp_group.size, name, lambda part: part)
 
 
-def split_and_shard_rows(linear: nn.Linear, tp_group: TPGroup) -> None:
-    shard_rows(linear, tp_group)
-    linear.register_forward_pre_hook(lambda linear, inputs: (SplitFeatures.apply(inputs[0], tp_group), *inputs[1:]))
+def split_and_shard_rows(linear: nn.Linear, tp_group: TPGroup, name: str) -> None:
+    make_row_parallel(linear, tp_group)
+    on_input(linear, linear.in_features, name, lambda full: SplitFeatures.apply(full, tp_group))
 
 
-def shard_vocabulary(embedding: nn.Embedding, tp_group: TPGroup) -> None:
+def shard_vocabulary(embedding: nn.Embedding, tp_group: TPGroup, name: str) -> None:
     make_vocabulary_parallel(embedding, ShardedEmbedding, tp_group)
 
 
@@ -109,7 +120,7 @@ class Style:
     """A word of a plan: the modules that it is said of, and what it makes of them."""
 
     kind: type[nn.Module]
-    apply: Callable[[Any, TPGroup], None] | None = None  # None: the module stays as it is
+    apply: Callable[[Any, TPGroup, str], None] | None = None  # None: the module stays as it is
     dim: int | None = None  # of the weight, that ranks share
     is_even: bool = True  # every rank must have as many features
 
@@ -137,40 +148,52 @@ def read_tp_plan(model: nn.Module, plan: Mapping[str, str] | None, size: int) ->
     if size == 1 and plan is None:
         return {}
     stated = plan if plan is not None else getattr(model, "tp_plan", None)
+    way_out = f"say how each linear is sharded, as in tp_plan={EXAMPLE}"
     if not isinstance(stated, Mapping) or not stated:
-        what = "the model states no plan of its own" if plan is None else f"tp_plan = {plan!r} says nothing"
-        raise RecipeError(f"{setting}: {what}; say how each linear is sharded, as in tp_plan={EXAMPLE}")
+        what = "the model states no plan of its own" if plan is None else f"tp_plan = {plan!r}: no words by names"
+        raise RecipeError(f"{setting}: {what}; {way_out}")
     words: dict[str, str] = {}
+    every = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     for pattern, word in stated.items():
+        if not isinstance(pattern, str) or not isinstance(word, str):
+            raise RecipeError(f"{setting}: tp_plan[{pattern!r}] = {word!r}: a name and a word must be text")
         if word not in STYLES:
             raise RecipeError(
                 f"{setting}: tp_plan[{pattern!r}] = {word!r}: must be one of {', '.join(STYLES)}; {LEFT_OUT}"
             )
         matched = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
-        names = [name for name, _ in model.named_modules() if name and matched.fullmatch(name)]
+        names = [name for name in every + parameters * (word == PARTIAL) if matched.fullmatch(name)]
         if not names and plan is not None:
             raise RecipeError(f"{setting}: tp_plan[{pattern!r}]: no module of the model has such a name")
         for name in names:
             if words.setdefault(name, word) != word:
                 raise RecipeError(f"{setting}: tp_plan says {words[name]!r} and {word!r} of {name}; say one")
             _check_module(setting, model, name, word, size)
+    if not words:
+        which = f"{next(iter(stated))} and {len(stated) - 1} more"
+        raise RecipeError(f"{setting}: the model's own plan names none of its modules ({which}); {way_out}")
     _check_tied(setting, model, words)
     return words if size > 1 else {}
 
 
 def _check_module(setting: str, model: nn.Module, name: str, word: str, size: int) -> None:
     """Raises RecipeError where a module cannot be sharded over `size` ranks as `word` says."""
-    module: Any = model.get_submodule(name)
     style, statement = STYLES[word], f"{setting}: tp_plan says {word!r} of {name}"
     if style.apply is None:
         return
-    if type(module).forward is not style.kind.forward:
+    module: Any = model.get_submodule(name)
+    if type(module).forward is not style.kind.forward or "forward" in vars(module):
         kinds = f"a {type(module).__name__}; it is a word for {style.kind.__name__} alone"
         raise RecipeError(f"{statement}, {kinds}; {LEFT_OUT}")
     if isinstance(module, nn.Embedding):
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(module, option):
                 raise RecipeError(f"{statement}, whose {option} needs all rows on one rank; leave one of the two out")
+    if "weight" not in dict(module.named_parameters(recurse=False)):
+        raise RecipeError(f"{statement}, whose weight is computed from other parameters; {LEFT_OUT}")
+    if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention):
+        raise RecipeError(f"{statement}, whose weight an nn.MultiheadAttention multiplies with itself; {LEFT_OUT}")
     count, what = module.weight.shape[style.dim], ("rows", "columns")[style.dim or 0]
     if style.is_even and count % size:
         raise RecipeError(f"{statement}, whose weight has {count} {what}: tp_size must divide them")
@@ -204,9 +227,11 @@ def apply_tp_plan(
         names_of.setdefault(parameter, []).append(name)
     sharded: list[nn.Module] = []
     for name, word in words.items():
-        if apply := STYLES[word].apply:
-            sharded.append(module := model.get_submodule(name))
-            apply(module, tp_group)
+        if not (apply := STYLES[word].apply):
+            continue
+        if (module := model.get_submodule(name)) not in sharded:  # it may have two names
+            sharded.append(module)
+            apply(module, tp_group, name)
     for first, *others in names_of.values():  # of a tied weight each module made a part of its own
         for name in others:
             put(model, name, model.get_parameter(first))
@@ -218,26 +243,4 @@ def apply_tp_plan(
 def has_whole_gradient(name: str, words: Mapping[str, str]) -> bool:
     """Returns whether the gradient of a parameter that is not sharded is whole on each rank, by its module's word."""
     owners = (owner for owner, word in words.items() if word == PARTIAL)
-    return not any(name.startswith(f"{owner}.") for owner in owners)
-
-
-@torch.no_grad()
-def check_whole_gradients(model: nn.Module, names: Sequence[str], mesh: DeviceMesh) -> None:
-    """Raises RecipeError, on every rank of `mesh`, where the gradient of a parameter of `names` is not the same on the
-    ranks along tp, so that the plan is not that of this module. Collective."""
-    unlike = [torch.zeros((), device=mesh.device_type)]
-    for name in names:
-        gradient: Any = model.get_parameter(name).grad
-        part = (gradient.to_local() if isinstance(gradient, DTensor) else gradient).float()
-        mean = sum_over_ranks(part, mesh.get_group(TP)) / mesh[TP].size()
-        difference = (part - mean).norm()
-        unlike.append(difference / (difference + mean.norm()).clamp(min=torch.finfo(torch.float32).tiny))
-    most = torch.stack(unlike)
-    for axis in range(mesh.ndim):
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=mesh.get_group(axis))
-    if differ := [name for name, share in zip(["", *names], most.tolist(), strict=True) if share > UNLIKE]:
-        raise RecipeError(
-            f"shard_model: the gradient of {differ[0]} differs between ranks along tp ({len(differ)} such of "
-            f"{len(names)}): where each rank has its own features there, tp_plan must say {PARTIAL!r} of the module; "
-            "else ranks along tp had other data, or other random numbers"
-        )
+    return not any(f"{name}.".startswith(f"{owner}.") for owner in owners)

@@ -25,6 +25,7 @@ from shardbook.parallel.library import place_module, read_arguments
 from shardbook.parallel.mesh import build_mesh, describe_sizes
 from shardbook.parallel.pass_monitor import tensors_in
 from shardbook.parallel.replicated import COPIED, map_tensors
+from shardbook.parallel.same_on_ranks import call_with
 from shardbook.parallel.sharding import ShardedModel, apply_stage
 from shardbook.parallel.tensor_plan import read_tp_plan
 from shardbook.parallel.units import Unit
@@ -146,8 +147,7 @@ def _is_count(given: Any) -> bool:
 
 def call_model(model: nn.Module, batch: Any) -> Tensor:
     """Returns the `loss` of what `model` returns for `batch`, or the sum of all float tensors in it."""
-    given = batch if isinstance(batch, tuple) else () if isinstance(batch, Mapping) else (batch,)
-    output = model(*given, **(batch if isinstance(batch, Mapping) else {}))
+    output = call_with(model, batch)
     if isinstance(loss := getattr(output, "loss", None), Tensor):
         return loss
     return torch.stack([each.sum() for each in tensors_in(output) if each.is_floating_point()]).sum()

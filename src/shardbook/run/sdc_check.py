@@ -15,7 +15,7 @@ from shardbook.arithmetic import is_due
 from shardbook.comm.ledger import Ledger
 from shardbook.data.loader import MicroBatch
 from shardbook.local_tensors import local_values
-from shardbook.parallel.library import sum_bits
+from shardbook.parallel.same_on_ranks import sum_bits
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.parallel.step import LossFunction, run_step
 from shardbook.ranks.distributed import Ranks, sum_over_ranks
