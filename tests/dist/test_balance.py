@@ -2,6 +2,7 @@
 function balances the documents of a micro-batch of all ranks; its bytes, its metrics, and what is refused."""
 
 import dataclasses
+import json
 import math
 import shutil
 from functools import cache
@@ -15,6 +16,7 @@ from cases import (
     MAX_NORM,
     RATE,
     Case,
+    assert_events,
     assert_exact_bytes,
     assert_parity,
     assert_replicas_agree,
@@ -28,7 +30,7 @@ from safetensors.torch import load_file
 from tiny import said_by
 from traced import traced
 from transformers import AutoModelForCausalLM
-from world import losses, metrics, run_train, run_world
+from world import metrics, run_train, run_world
 
 from shardbook.recipe import load_recipe
 
@@ -97,12 +99,12 @@ def expected(recipe, tiny, tmp_path_factory):
 
 
 def assert_balanced(family, cases, recipe, expected, results):
-    folder_of, expect = expected
     for case in cases:
         found = outcomes_of(case, results)
         assert_replicas_agree(found)
         assert_exact_bytes(found)
-        assert_parity(found[0].result, expect(family, case)[0], case=case.name)
+        assert_events(found)
+        assert_parity(found[0].result, expected[1](family, case)[0], case=case.name)
 
 
 @pytest.mark.parametrize(
@@ -161,30 +163,30 @@ def test_a_frozen_router_stays(recipe, expected, tmp_path):
 
 
 def test_adapters_learn_of_the_balance(recipe, expected):
-    """Through the hidden states that routers read, which are frozen themselves; on two ranks as on one."""
+    """Through the hidden states that routers read, which are frozen themselves: two ranks as one with twice the rows."""
     words = (f"model.path={expected[0]('mixtral') / 'model'}", "lora.r=4", "train.steps=3", "optim.learning_rate=1e-2")
-    micros = "train.gradient_accumulation_steps={}"
-    one = run_train(1, recipe, "lora-1", *words, AUX, micros.format(2))
-    two = run_train(2, recipe, "lora-2", *words, AUX, micros.format(1))
-    without = run_train(2, recipe, "lora-0", *words, micros.format(1))
-    # a micro-batch of one rank is one row: the balance of each by itself, not of both
-    first, *_ = zip(*(losses(run) for run in (one, two, without)), strict=True)
-    assert first[1] - first[2] == pytest.approx(COEFFICIENT * metrics(two)[0]["train/router_aux_loss"], rel=1e-5)
-    assert losses(two)[2] - losses(without)[2] != pytest.approx(
-        COEFFICIENT * metrics(two)[2]["train/router_aux_loss"], rel=1e-5
-    )
+    runs = [
+        run_train(2, recipe, "lora-2", *words, AUX),
+        run_train(1, recipe, "lora-1", *words, AUX, "train.per_device_train_batch_size=2"),
+        run_train(2, recipe, "lora-0", *words),
+    ]
+    two, one, without = ([row for row in metrics(run) if "train/loss" in row] for run in runs)
+    for ours, theirs in zip(two, one, strict=True):
+        for name in ("train/loss", "train/grad_norm", "train/router_aux_loss", "train/expert_load_max"):
+            assert ours[name] == pytest.approx(theirs[name], rel=2e-6)
+    shares = [COEFFICIENT * row["train/router_aux_loss"] for row in two]
+    tokens_alone = [row["train/loss"] - share for row, share in zip(two, shares, strict=True)]
+    assert tokens_alone[0] == pytest.approx(without[0]["train/loss"], rel=1e-6)
+    assert tokens_alone[2] != pytest.approx(without[2]["train/loss"], rel=1e-4)
 
 
 def counts_of_own_tokens():
-    import torch.distributed as dist
-
     from shardbook.objectives import balance
 
     class Alone:
         is_initialized = staticmethod(lambda: False)
 
     balance.dist = Alone
-    assert dist.is_initialized() or True
 
 
 def padding_counts():
@@ -251,27 +253,31 @@ def test_what_does_not_compose_is_refused(name, recipe):
     assert message in said_by(load_recipe, recipe, [AUX, *words])
 
 
-def test_families_without_routers_are_refused(recipe, tiny):
+def place(recipe, folder, words):
     from shardbook.model.families import load_config
     from shardbook.parallel.placement import World, place_model
 
-    for words, message in (
-        ([AUX], "transformers has no auxiliary loss of the family 'llama'; set it to 0"),
-        (["train.freeze_router=true"], "train.freeze_router = true: family 'llama' has no router; leave it out"),
-    ):
-        asked = load_recipe(recipe, words)
-        config = load_config(asked.model, tiny / "model", 64)
-        assert message in said_by(place_model, asked, World(1, 1, 0, torch.device("cpu")), config, None)
+    asked = load_recipe(recipe, [f"model.path={folder}", "precision.params=fp32", *words])
+    return place_model(asked, World(1, 1, 0, torch.device("cpu")), load_config(asked.model, folder, 64), None)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (AUX, "transformers has no auxiliary loss of the family 'llama'; set it to 0"),
+        ("train.freeze_router=true", "train.freeze_router = true: family 'llama' has no router; leave it out"),
+    ],
+)
+def test_families_without_routers_are_refused(words, message, recipe, tiny):
+    assert message in said_by(place, recipe, tiny / "model", [words])
 
 
 def test_a_config_that_asks_for_the_loss_is_told_to_the_recipe(recipe, expected, tmp_path):
-    from shardbook.model.families import load_config
-    from shardbook.parallel.placement import World, place_model
-
     folder = shutil.copytree(expected[0]("mixtral") / "model", tmp_path / "asks")
-    config = folder / "config.json"
-    config.write_text(config.read_text().replace('"output_router_logits": false', '"output_router_logits": true'))
-    for words, message in (([], "set train.router_aux_loss_coef, to 0.001 as its config has it, or to 0"), ([AUX], "")):
-        asked = load_recipe(recipe, [f"model.path={folder}", *words])
-        world = World(1, 1, 0, torch.device("cpu"))
-        assert message in (said_by(place_model, asked, world, load_config(asked.model, folder, 64), None) or "")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"output_router_logits": True}))
+    message = said_by(place, recipe, folder, [])
+    assert "set train.router_aux_loss_coef, to 0.001 as its config has it, or to 0" in message
+    for coefficient in (0, 0.001):
+        layout = place(recipe, folder, [f"train.router_aux_loss_coef={coefficient}"]).layout
+        assert layout.balanced == ((4,) * 4 if coefficient else ())

@@ -55,7 +55,8 @@ def run(model, objective, packed, sequences):
     for row in encoded:
         row["lengths"] = [len(row["input_ids"]) // sequences] * sequences if sequences > 1 else None
     layout = [(0, 1), (2,)] if packed else [(0,), (1,)]
-    batching = Batching(64 if packed else None, 2, 0, 1, documents=2, sequences=sequences)
+    row = 64 if packed else None
+    batching = Batching(row, 2, 0, 1, documents=2, sequences=sequences, marks_padding=True)
     micro = on_device(build_micro_batch(encoded, layout, batching))
     if objective.reference:
         micro = dataclasses.replace(micro, reference=torch.zeros(len(micro.trained), device=DEVICE))
@@ -115,6 +116,10 @@ def test_sft_with_each_kind_of_rotation(kind):
 def test_pairs(method, packed):
     objective = build_objective(method, Preference(precompute_ref_log_probs=method == "dpo"))
     run(build_model(config(), "bf16", 7, scores=method == "reward"), objective, packed, 2)
+
+
+def test_routers_that_are_balanced():
+    run(build_model(config("mixtral"), "bf16", 7), build_objective("sft", Preference(), None, 0.1), True, 1)
 
 
 def test_distillation():

@@ -160,8 +160,8 @@ class CausalLM(nn.Module):
         if with_routers:
             output = self._run_base(batch, hidden, output_router_logits=True)
             loss = self.head(self._select(output.last_hidden_state, batch), batch.targets, True)
-            # views: fully_shard's hook on what the root returns would run in the midst of a block's backward
-            return loss, tuple(logits.view_as(logits) for logits in output.router_logits)
+            # copies: fully_shard's hook on what the root returns would run in the midst of a block's backward
+            return loss, tuple(logits.clone() for logits in output.router_logits)
         if distill is None:
             head_input = self.hidden_states(batch, hidden)
             return self.head(head_input, batch.targets, summed) if self.has_head else head_input

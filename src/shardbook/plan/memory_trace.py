@@ -201,8 +201,9 @@ def full_rows(recipe: Recipe, slices: int) -> MicroBatch:
     ends = torch.zeros(len(trained), dtype=torch.int64)
     known = torch.zeros(len(trained)) if of_row > 1 and recipe.preference.precompute_ref_log_probs else None
     counts = torch.zeros(len(trained)) if of_row > 1 else None
-    facts = recipe.data.packing, length, 0, trained
-    return MicroBatch(ids, ids.clone(), cu_seqlens, positions, positions.clone(), *facts, counts, ends, known, slices)
+    facts = recipe.data.packing, length, 0, trained, counts, ends, known, slices
+    is_token = torch.ones_like(ids, dtype=torch.bool) if recipe.train.router_aux_loss_coef else None
+    return MicroBatch(ids, ids.clone(), cu_seqlens, positions, positions.clone(), *facts, is_token)
 
 
 @contextmanager

@@ -228,6 +228,7 @@ def rules_of(file: File, method: str) -> dict[str, Rule]:
         ),
         "dataset": ignored,  # read by read_data
         "eval_dataset": ignored,
+        "moe_aux_loss_coef": number("train.router_aux_loss_coef") if method == "sft" else off(),
         "cutoff_len": whole("data.max_length"),
         "train_on_prompt": switch("data.train_on", "all"),
         "mask_history": switch("data.train_on", "last"),

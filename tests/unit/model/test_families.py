@@ -16,7 +16,6 @@ from shardbook.recipe import Model, RecipeError
         ("gpt2", {}, "resid_pdrop = 0.1; only 0 is supported: set model.disable_dropout=true to train without it"),
         ("mpt", {"attn_config": {"attn_pdrop": 1}}, "attn_pdrop = 1; only 0 is supported"),
         ("phimoe", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1; only 0 is supported"),
-        ("qwen3_moe", {"output_router_logits": True}, "output_router_logits = true; only false is supported"),
         ("qwen3_vl", {}, "transformers has no causal LM of the family 'qwen3_vl'"),
         ("llama", {"max_position_embeddings": 32}, "data.max_length = 64: .* sees at most 32 tokens"),
         ("llama", {"attention_dropout": 0.1}, "attention_dropout = 0.1"),

@@ -37,7 +37,7 @@ def simulated(stage, checkpointing, micros, layers, whole=False, world=WORLD, mo
     simulate.LAYERS = (layers, layers) if whole else (4, 5)
     distill, ranks = recipe.distill, World(world, min(8, world))
     teacher = with_layers(shape_config(distill.model, 1024), TEACHER_LAYERS) if distill.teacher else None
-    objective = build_objective(recipe.method, recipe.preference, recipe.distill)
+    objective = build_objective(recipe.method, recipe.preference, recipe.distill, recipe.train.router_aux_loss_coef)
     found = simulate.simulate_step(place_model(recipe, ranks, config, teacher), objective.terms)
     layout = place_model(recipe, ranks, config, teacher).layout
     kept = predict_resident(layout, 0, recipe.optim.name)
@@ -97,6 +97,16 @@ def test_sums_of_whole_models(alone, more):
     """Cast one after the other when backward is over; or of several blocks in one buffer."""
     (peak, _), (formula, _) = alone("ddp", "full", 1, 3, False, WORLD, (more,))
     assert formula / peak == pytest.approx(1, abs=1e-3), (formula / GB, peak / GB)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "checkpointing"), [("zero3", "none"), ("ddp", "full")])
+def test_the_logits_of_routers_count(alone, stage, checkpointing):
+    words = ("model.path=qwen3-30b-a3b", *LONG, "train.compile=false")
+    balanced = "train.router_aux_loss_coef=0.001"
+    (plain, _), _ = alone(stage, checkpointing, 2, 3, True, WORLD, words)
+    (peak, _), (formula, _) = alone(stage, checkpointing, 2, 3, True, WORLD, (*words, balanced))
+    assert peak > plain and formula / peak == pytest.approx(1, abs=1e-3), (formula / GB, peak / GB, plain / GB)
 
 
 @pytest.mark.parametrize(
