@@ -211,13 +211,15 @@ def run_case(settings, recipe: Path, ranks, case: Case) -> Outcome:
     seen, parts, record = {}, [], Record()
 
     def apply_seen(model, layout, mesh):
-        seen.update(model=model, layout=layout, mesh=mesh)
-        return apply_stage(model, layout, mesh)
+        seen.update(layout=layout, mesh=mesh, sharded=apply_stage(model, layout, mesh))
+        return seen["sharded"]
 
     def clip_seen(parameters, max_norm):
-        named = seen["model"].named_parameters()
+        is_away = seen["sharded"].offloaded  # gradients are then complete with the norm, and scaled in the step
+        norm = clip_gradients(parameters, max_norm) if is_away else None
+        named = seen["sharded"].masters.named_parameters()
         parts.append({name: part(p.grad) for name, p in named if p.grad is not None})
-        return clip_gradients(parameters, max_norm)
+        return norm if is_away else clip_gradients(parameters, max_norm)
 
     def measure_seen(*kept):
         metrics = memory_metrics(*kept)
@@ -247,7 +249,7 @@ def run_case(settings, recipe: Path, ranks, case: Case) -> Outcome:
     finally:
         for real, spy in spies.items():
             replace(spy, real)
-    model, layout = seen["model"], seen["layout"]
+    model, layout = seen["sharded"].masters, seen["layout"]
     beside = {axis: size for axis, size in (("cp", case.cp), ("tp", case.tp)) if size > 1}
     first = {"pp": case.pp} if case.pp > 1 else {}
     assert layout.mesh == first | {"dp_replicate": case.replicas, "dp_shard": case.shards} | beside
@@ -468,7 +470,7 @@ def expected_traffic(
     where nothing is split hold copies."""
     shapes = shapes if case.pp == 1 else stage_of(case, shapes)
     sums = {} if case.tp == 1 else tensor_traffic(case, shapes, rows, any("embed" in name for name in trained))
-    replicas, n = case.replicas, case.shards
+    replicas, n, is_away = case.replicas, case.shards, case.said("offload.optimizer", "none") != "none"
     replicas, n = (replicas * case.cp, n) if case.stage == "ddp" else (replicas, n * case.cp)
     parts = {name: part_of(name, shapes, case.tp) for name in shapes}
     units: dict[str, list[torch.Size]] = {}
@@ -495,13 +497,14 @@ def expected_traffic(
         found["all_reduce", "dp_shard"] = (1, 8)  # the norm
     if replicas > 1:
         # of whole models, which are far below 25 MiB, in one; of each chunk of a pipeline's layers by itself
-        is_whole = n == case.tp == 1 and "offload.optimizer" not in " ".join(case.extra)
+        is_whole = n == case.tp == 1 and not is_away
         found["all_reduce", "dp_replicate"] = (case.chunks if is_whole else len(summed), padded // n)
     if case.tp > 1:  # gradients of what is not cut, of this rank's shards; and the norm
         whole = [shape for name, shape in shapes.items() if parts[name] == shape and name in trained]
         uncut = padded_bytes(whole) // n
         is_cut = any(parts[name] != shapes[name] for name in trained & shapes.keys())
-        found |= sums | {("all_reduce", "tp"): (is_cut + case.chunks, uncut + 8 * is_cut)}
+        sums_of_uncut = 1 if is_away else case.chunks
+        found |= sums | {("all_reduce", "tp"): (is_cut + sums_of_uncut, uncut + 8 * is_cut)}
     if case.cp > 1:  # by the name of the whole axis, where that is all of it
         joined, size = ("dp_replicate", replicas) if case.stage == "ddp" else ("dp_shard", n)
         axis = joined if size == case.cp else "cp"

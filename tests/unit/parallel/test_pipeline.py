@@ -34,7 +34,6 @@ REFUSED = {  # a recipe's words, and what the error says
     "qwZ": ([TWO, "parallel.stage=hsdp", "parallel.quantize_weights=8"], SWITCH),
     "qgZ": ([TWO, "parallel.quantize_gradients=[8, 4]"], SWITCH),
     "hpZ": ([TWO, "parallel.stage=hsdp", "parallel.secondary_shard=2"], SWITCH),
-    "state away": ([TWO, "offload.optimizer=cpu"], ["offload.optimizer = 'cpu'", "leave [offload] out"]),
     "inputs away": (
         [TWO, "offload.activations=cpu", "activation.checkpointing=full"],
         ["offload.activations = 'cpu'", "leave [offload] out"],
