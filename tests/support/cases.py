@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache, wraps
 from pathlib import Path
 
@@ -165,7 +165,7 @@ class Outcome:
     uncut: str  # of those that are the same along tp
     traffic: tuple[dict, dict]  # measured, predicted
     inter_node: tuple[int, int]
-    memory: tuple[tuple, tuple]
+    memory: tuple[dict, dict]  # kept, and moved by offload in the first step
     events: dict[str, str]  # where those of the first step part from the plan's, and from one with a mistake, by name
     result: reference.Result | None
     parts: list[dict[str, Part]]
@@ -202,9 +202,10 @@ def run_case(settings, recipe: Path, ranks, case: Case) -> Outcome:
     from shardbook import train
     from shardbook.axes import WORLD
     from shardbook.comm.ledger import Ledger, sent_between_nodes
+    from shardbook.memory.host_state import offloaded_bytes
     from shardbook.optim.clip import clip_gradients
     from shardbook.parallel.sharding import apply_stage
-    from shardbook.plan.formulas import predict_resident
+    from shardbook.plan.formulas import predict_resident, step_bytes
     from shardbook.run.log.console import Console
     from shardbook.run.log.memory import memory_metrics
 
@@ -222,9 +223,10 @@ def run_case(settings, recipe: Path, ranks, case: Case) -> Outcome:
         return norm if is_away else clip_gradients(parameters, max_norm)
 
     def measure_seen(*kept):
-        metrics = memory_metrics(*kept)
-        seen["memory"] = tuple(metrics[f"memory/{kind}_bytes"] for kind in ("params", "grads", "optimizer"))
-        return metrics
+        seen["memory"] = memory_metrics(*kept)
+        if away := seen["sharded"].offloaded:
+            seen["memory"] |= {f"offload/{what}_bytes": count for what, count in away.moved.items()}
+        return memory_metrics(*kept)
 
     class SeenLedger(Ledger):
         def take_metrics(self, ranks_per_node, predicted, others):
@@ -255,8 +257,11 @@ def run_case(settings, recipe: Path, ranks, case: Case) -> Outcome:
     assert layout.mesh == first | {"dp_replicate": case.replicas, "dp_shard": case.shards} | beside
     coordinates = tuple(seen["mesh"].get_local_rank(axis) for axis in layout.sizes if axis != "pp")
     coordinates = (*coordinates, ranks.rank * case.pp // case.world)
-    kept = predict_resident(layout, ranks.rank, settings.optim.name)
-    memory = (kept.params_bytes, kept.grads_bytes, kept.optimizer_bytes)
+    kept = asdict(predict_resident(layout, ranks.rank, settings.optim.name))
+    if settings.offload.optimizer != "none":
+        kept |= {f"{where}_bytes": size for where, size in offloaded_bytes(layout, ranks.rank).items()}
+    memory = {f"memory/{what}": size for what, size in kept.items()}
+    memory |= {f"offload/{what}_bytes": size for what, size in step_bytes(layout, ranks.rank, case.micros).items()}
     groups = layout.groups(ranks.rank) | {WORLD: list(range(case.world))}
     inter_node = sent_between_nodes(seen["traffic"][1], groups, ranks.rank, 2)
     parts.append({name: part(p) for name, p in model.named_parameters()})

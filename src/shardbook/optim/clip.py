@@ -45,7 +45,7 @@ def parameters_norm(parameters: Iterable[nn.Parameter], known: Mapping[nn.Parame
     counted_elsewhere = set(part.tied) if part else ()
     gradients = {p: p.grad for p in parameters if p.grad is not None and p not in counted_elsewhere}
     squares = [known[p] for p in gradients] if known is not None else None
-    return gradient_norm([*gradients.values()], squares, part.group if part else None)
+    return gradient_norm([*gradients.values()], known=squares, group=part.group if part else None)
 
 
 def gradient_norm(
