@@ -31,4 +31,6 @@ def test_it(name, recipe, models, tmp_path, wanted_of):
         found = outcomes_of(case, tmp_path)
         worst = assert_case(case, found, wanted_of(case))
         assert_events(found)
-        print(name, tier, worst, same_bits(found[0].result, none[0].result), found[0].result.norms == none[0].result.norms)
+        print(
+            name, tier, worst, same_bits(found[0].result, none[0].result), found[0].result.norms == none[0].result.norms
+        )

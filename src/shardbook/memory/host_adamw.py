@@ -5,8 +5,7 @@ disk; a thread steps them while the device goes on (ZeRO-Offload, arXiv 2101.068
 Invariant: the bits of torch's fused AdamW over the same shards on a CPU: a tier changes where bytes lie and who waits
 for whom, never a number. No unit is stepped before the norm of all gradients is known; an all-gather, prefetched ones
 too, waits for its own unit alone. The bytes of gradients under way are bounded, on the device and on the host: backward
-waits where the host adds them up too slowly. Gradients of which other ranks, along tp or pp, have partial sums are
-summed once a step, before the norm: the host's sums over micro-batches, as the device's without offload.
+waits where the host adds them up too slowly.
 """
 
 import time
@@ -78,7 +77,7 @@ class HostAdamW(torch.optim.Optimizer):
         self.tier = build_tier(layout, units, file, device)
         self.is_last, self.coefficient = True, 1.0
         self.fetched: list[Tensor] = []  # on the device: shards of the unit that is being gathered
-        self.gradients: dict[nn.Parameter, Tensor] = {}  # sums over micro-batches, by master: its `grad` once complete
+        self.gradients: dict[nn.Parameter, Tensor] = {}  # sums over micro-batches, by master
         self.squares: dict[nn.Parameter, Tensor] = {}  # sums of squared gradients, by master
         self.moved = Counter[str]()  # bytes moved in this step
         self.waited = self.seconds = 0.0  # seconds that all-gathers waited for steps; seconds of the host's steps
@@ -175,17 +174,18 @@ class HostAdamW(torch.optim.Optimizer):
             else:
                 total += arrived
             if is_last:
-                master.grad = self.gradients[master]
                 self.squares[master] = squares_of([total]).sum()
 
     # ---- the step
 
     def clip(self, max_norm: float) -> Tensor:
         """Returns the norm of all gradients, an fp32 scalar on the host; the step scales gradients down to `max_norm`
-        (0: it does not). Collective."""
+        (0: it does not). Before, those of which ranks have partial sums are summed over these. Collective."""
         for staging in self.stagings:  # earlier gradients were waited for when these arrived
             if staging.accumulated is not None:
                 staging.accumulated.result()
+        for master in self.squares:
+            master.grad = self.gradients[master]
         summed, sent_bytes = self.sharded.sum_partial_gradients(self.tree)
         self.moved.update(to_device=sent_bytes, to_host=sent_bytes)
         for master in summed:

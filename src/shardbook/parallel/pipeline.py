@@ -194,6 +194,7 @@ def build_pipeline_links(model: Any, layout: Layout, mesh: DeviceMesh) -> Pipeli
             ends = group if rank in (column[0], column[-1]) else ends
     stream = torch.cuda.Stream() if mesh.device_type == "cuda" else None
     facts = layout.token_parts, model.config.hidden_size, layout.dtype("params")
-    tied = [name for name, parameter in model.named_parameters() if ends and parameter is model.embedding.weight]
+    named = model.named_parameters() if ends else ()
+    tied_name = "".join(name for name, parameter in named if parameter is model.embedding.weight)
     links = PipelineLinks(pipeline, *facts, mesh.get_group(PP), ends, to, by, stream)
-    return replace(links, tied_name="".join(tied), device_type=mesh.device_type)
+    return replace(links, tied_name=tied_name, device_type=mesh.device_type)

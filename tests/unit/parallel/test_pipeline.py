@@ -237,7 +237,8 @@ def links_of(monkeypatch, rank, world, **sizes):
     monkeypatch.setattr(dist, "recv", lambda tensor, by, group: waits.append((by, rank, group)))
     mesh = SimpleNamespace(device_type="cpu", get_group=lambda axis: axis)
     layout = layout_of("zero3", rank, world, layers=8 * sizes.get("pipeline_chunks", 1), **sizes)
-    return build_pipeline_links(SimpleNamespace(config=config()), layout, mesh), waits
+    model = SimpleNamespace(config=config(), named_parameters=list)
+    return build_pipeline_links(model, layout, mesh), waits
 
 
 def never_done(waits):
