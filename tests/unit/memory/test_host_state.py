@@ -57,6 +57,15 @@ def test_too_little_memory_or_disk_is_refused(monkeypatch, tmp_path):
         host_state.check_room(layout.offload, [offloaded_bytes(layout, rank) for rank in range(4)])
 
 
+def test_a_node_needs_what_all_its_ranks_do(monkeypatch):
+    """Stages of a pipeline need unlike amounts: not as many times the first rank's as there are ranks."""
+    monkeypatch.setattr(host_state, "available_memory", lambda: 5 * 10**9)
+    sizes = [{"host": size * 10**9} for size in (3, 1)]
+    host_state.check_room(Offload(optimizer="cpu"), sizes)
+    with pytest.raises(RecipeError, match=r"7\.0 GB of this machine's memory are needed for 3 ranks and 4\.8 can"):
+        host_state.check_room(Offload(optimizer="cpu"), [*sizes, sizes[0]])
+
+
 def materialize_late(layout, folder):
     """Rank 1 comes late to the check: by then rank 0 of before had reserved, which is all that is free."""
     import time
