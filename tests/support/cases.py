@@ -223,10 +223,10 @@ def run_case(settings, recipe: Path, ranks, case: Case) -> Outcome:
         return norm if is_away else clip_gradients(parameters, max_norm)
 
     def measure_seen(*kept):
-        seen["memory"] = memory_metrics(*kept)
-        if away := seen["sharded"].offloaded:
-            seen["memory"] |= {f"offload/{what}_bytes": count for what, count in away.moved.items()}
-        return memory_metrics(*kept)
+        metrics, away = memory_metrics(*kept), seen["sharded"].offloaded
+        moved = {f"offload/{what}_bytes": count for what, count in away.moved.items()} if away else {}
+        seen["memory"] = metrics | moved
+        return metrics
 
     class SeenLedger(Ledger):
         def take_metrics(self, ranks_per_node, predicted, others):
