@@ -190,11 +190,24 @@ def a_load_waits_for_the_host_alone():
     HostAdamW.wait = lambda self: [unit.ready.result() for unit in self.units if unit.ready]
 
 
+def sums_come_back_unawaited():
+    """A tied weight's, from pinned memory and back: the host reads them while they are still under way."""
+    from shardbook.parallel import pipeline
+
+    def sum_in_place(tensor, group, device_type):
+        on_device = tensor.to(device_type)
+        torch.distributed.all_reduce(on_device, group=group)
+        tensor.copy_(on_device, non_blocking=True)
+
+    pipeline.sum_in_place = sum_in_place
+
+
 OFFLOAD = ("offload.optimizer=cpu", "train.gradient_accumulation_steps=2")
 PLANTED = {
     asks_before: (2, "a launch waits for a receive", ("parallel.pp_size=2", "parallel.pipeline_schedule=gpipe")),
     connects_late: (2, "waits in its first", ("parallel.pp_size=2", "parallel.pipeline_schedule=gpipe")),
     gradients_are_not_held: (2, "takes memory on", OFFLOAD),
+    sums_come_back_unawaited: (2, "reads (8288,)", (*OFFLOAD, "parallel.pp_size=2")),
     a_thread_without_a_device: (1, "set no device", (*OFFLOAD, "offload.params=cpu")),
     rates_of_pageable_memory: (1, "not pinned", ("optim.name=adamw_bf16",)),
     slots_are_read_into_at_once: (1, "the disk on thread", ("offload.optimizer=nvme",)),

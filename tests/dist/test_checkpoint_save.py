@@ -72,6 +72,7 @@ FOUR |= {
     "looped, dp2": [*LOOPED, SIX],
     "hsdp, pp2": ["parallel.pp_size=2", "parallel.stage=hsdp", "parallel.dp_shard_size=1", SIX],
     "offload": ["offload.optimizer=cpu", "precision.params=fp32"],
+    "offload, tp2, pp2": ["offload.optimizer=cpu", "parallel.tp_size=2", "parallel.pp_size=2", SIX],
     "lora": ["lora.r=4"],
     "lora, hsdp": ["lora.r=4", "parallel.stage=hsdp", "parallel.dp_shard_size=2"],
     "muon": ["optim.name=muon"],

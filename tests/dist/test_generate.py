@@ -145,6 +145,8 @@ FURTHER = {  # ranks, words
     "ahead": (2, (ZERO3, "parallel.forward_prefetch=2")),
     "host": (2, (ZERO3, "offload.optimizer=cpu", "offload.params=cpu")),
     "disk": (2, (ZERO3, "offload.optimizer=nvme", "offload.params=nvme")),
+    "host-tp": (2, ("parallel.tp_size=2", "offload.optimizer=cpu", "offload.params=cpu")),
+    "host-pp": (2, ("parallel.pp_size=2", "offload.optimizer=cpu")),
     "inputs": (2, (ZERO3, "offload.activations=cpu", "activation.checkpointing=full")),
     "alone": (1, ("parallel.stage=zero3",)),
     "unpacked": (2, (ZERO3, "data.packing=false", "generate.temperature=0.0")),

@@ -531,16 +531,16 @@ def tied_ends_not_summed():
 @planted_in("zero3", 1, 1, micros=3, pp=2)
 def tied_ends_summed_in_one_alone():
     """The head's half goes to the embedding, and nothing comes back."""
-    from shardbook.parallel.pipeline import PipelineLinks, tied_weight
+    from shardbook.parallel.pipeline import PipelineLinks
 
     real = PipelineLinks.sum_tied
 
     def sum_tied(links, model):
-        gradient = tied_weight(model).grad
-        before = gradient.clone()
+        (weight,) = links.tied_weights(model)
+        before = weight.grad.clone()
         real(links, model)
         if links.pipeline.has_last_pp_stage:
-            tied_weight(model).grad = before
+            weight.grad = before
 
     PipelineLinks.sum_tied = sum_tied
 
@@ -561,6 +561,43 @@ def norm_counts_both_tied_ends():
 
     real = PipelineLinks.parameters
     PipelineLinks.parameters = lambda links, model: dataclasses.replace(real(links, model), tied=[])
+
+
+ON_HOST = ("offload.optimizer=cpu",)
+
+
+@planted_in("zero3", 1, 1, micros=3, tp=2, extra=ON_HOST)
+def uncut_gradients_on_the_host_not_summed():
+    """In the first step the loss is exact, the gradient 2.1e-2 off; and the ranks drift apart."""
+    from shardbook.parallel import sharding
+
+    sharding.sum_replicated_gradients = lambda *given: []
+
+
+@planted_in("zero3", 1, 1, clips=True, tp=2, extra=ON_HOST)
+def norm_on_the_host_of_partial_sums():
+    """Its squares are those of what came, from before the sum over ranks."""
+    from shardbook.parallel.sharding import ShardedModel
+
+    real = ShardedModel.sum_partial_gradients
+    ShardedModel.sum_partial_gradients = lambda sharded, masters: ([], real(sharded, masters)[1])
+
+
+@planted_in("zero3", 1, 1, micros=3, pp=2, extra=ON_HOST)
+def tied_ends_on_the_host_not_summed():
+    from shardbook.parallel.pipeline import PipelineLinks
+
+    PipelineLinks.sum_tied = lambda links, model: []
+
+
+@planted_in("zero3", 1, 1, clips=True, pp=2, extra=ON_HOST)
+def norm_on_the_host_counts_both_tied_ends():
+    norm_counts_both_tied_ends()
+
+
+@planted_in("zero3", 1, 1, clips=True, tied=False, pp=2, extra=ON_HOST)
+def norm_on_the_host_of_own_layers_alone():
+    norm_of_own_layers_alone()
 
 
 @planted_in("zero3", 1, 1, pp=2)

@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache, wraps
 from pathlib import Path
 
@@ -165,7 +165,7 @@ class Outcome:
     uncut: str  # of those that are the same along tp
     traffic: tuple[dict, dict]  # measured, predicted
     inter_node: tuple[int, int]
-    memory: tuple[tuple, tuple]
+    memory: tuple[dict, dict]  # kept, and moved by offload in the first step
     events: dict[str, str]  # where those of the first step part from the plan's, and from one with a mistake, by name
     result: reference.Result | None
     parts: list[dict[str, Part]]
@@ -202,26 +202,30 @@ def run_case(settings, recipe: Path, ranks, case: Case) -> Outcome:
     from shardbook import train
     from shardbook.axes import WORLD
     from shardbook.comm.ledger import Ledger, sent_between_nodes
+    from shardbook.memory.host_state import offloaded_bytes
     from shardbook.optim.clip import clip_gradients
     from shardbook.parallel.sharding import apply_stage
-    from shardbook.plan.formulas import predict_resident
+    from shardbook.plan.formulas import predict_resident, step_bytes
     from shardbook.run.log.console import Console
     from shardbook.run.log.memory import memory_metrics
 
     seen, parts, record = {}, [], Record()
 
     def apply_seen(model, layout, mesh):
-        seen.update(model=model, layout=layout, mesh=mesh)
-        return apply_stage(model, layout, mesh)
+        seen.update(layout=layout, mesh=mesh, sharded=apply_stage(model, layout, mesh))
+        return seen["sharded"]
 
     def clip_seen(parameters, max_norm):
-        named = seen["model"].named_parameters()
+        is_away = seen["sharded"].offloaded  # gradients are then complete with the norm, and scaled in the step
+        norm = clip_gradients(parameters, max_norm) if is_away else None
+        named = seen["sharded"].masters.named_parameters()
         parts.append({name: part(p.grad) for name, p in named if p.grad is not None})
-        return clip_gradients(parameters, max_norm)
+        return norm if is_away else clip_gradients(parameters, max_norm)
 
     def measure_seen(*kept):
-        metrics = memory_metrics(*kept)
-        seen["memory"] = tuple(metrics[f"memory/{kind}_bytes"] for kind in ("params", "grads", "optimizer"))
+        metrics, away = memory_metrics(*kept), seen["sharded"].offloaded
+        moved = {f"offload/{what}_bytes": count for what, count in away.moved.items()} if away else {}
+        seen["memory"] = metrics | moved
         return metrics
 
     class SeenLedger(Ledger):
@@ -247,14 +251,17 @@ def run_case(settings, recipe: Path, ranks, case: Case) -> Outcome:
     finally:
         for real, spy in spies.items():
             replace(spy, real)
-    model, layout = seen["model"], seen["layout"]
+    model, layout = seen["sharded"].masters, seen["layout"]
     beside = {axis: size for axis, size in (("cp", case.cp), ("tp", case.tp)) if size > 1}
     first = {"pp": case.pp} if case.pp > 1 else {}
     assert layout.mesh == first | {"dp_replicate": case.replicas, "dp_shard": case.shards} | beside
     coordinates = tuple(seen["mesh"].get_local_rank(axis) for axis in layout.sizes if axis != "pp")
     coordinates = (*coordinates, ranks.rank * case.pp // case.world)
-    kept = predict_resident(layout, ranks.rank, settings.optim.name)
-    memory = (kept.params_bytes, kept.grads_bytes, kept.optimizer_bytes)
+    kept = asdict(predict_resident(layout, ranks.rank, settings.optim.name))
+    if settings.offload.optimizer != "none":
+        kept |= {f"{where}_bytes": size for where, size in offloaded_bytes(layout, ranks.rank).items()}
+    memory = {f"memory/{what}": size for what, size in kept.items()}
+    memory |= {f"offload/{what}_bytes": size for what, size in step_bytes(layout, ranks.rank, case.micros).items()}
     groups = layout.groups(ranks.rank) | {WORLD: list(range(case.world))}
     inter_node = sent_between_nodes(seen["traffic"][1], groups, ranks.rank, 2)
     parts.append({name: part(p) for name, p in model.named_parameters()})
@@ -468,7 +475,7 @@ def expected_traffic(
     where nothing is split hold copies."""
     shapes = shapes if case.pp == 1 else stage_of(case, shapes)
     sums = {} if case.tp == 1 else tensor_traffic(case, shapes, rows, any("embed" in name for name in trained))
-    replicas, n = case.replicas, case.shards
+    replicas, n, is_away = case.replicas, case.shards, case.said("offload.optimizer", "none") != "none"
     replicas, n = (replicas * case.cp, n) if case.stage == "ddp" else (replicas, n * case.cp)
     parts = {name: part_of(name, shapes, case.tp) for name in shapes}
     units: dict[str, list[torch.Size]] = {}
@@ -495,13 +502,14 @@ def expected_traffic(
         found["all_reduce", "dp_shard"] = (1, 8)  # the norm
     if replicas > 1:
         # of whole models, which are far below 25 MiB, in one; of each chunk of a pipeline's layers by itself
-        is_whole = n == case.tp == 1 and "offload.optimizer" not in " ".join(case.extra)
+        is_whole = n == case.tp == 1 and not is_away
         found["all_reduce", "dp_replicate"] = (case.chunks if is_whole else len(summed), padded // n)
     if case.tp > 1:  # gradients of what is not cut, of this rank's shards; and the norm
         whole = [shape for name, shape in shapes.items() if parts[name] == shape and name in trained]
         uncut = padded_bytes(whole) // n
         is_cut = any(parts[name] != shapes[name] for name in trained & shapes.keys())
-        found |= sums | {("all_reduce", "tp"): (is_cut + case.chunks, uncut + 8 * is_cut)}
+        sums_of_uncut = 1 if is_away else case.chunks
+        found |= sums | {("all_reduce", "tp"): (is_cut + sums_of_uncut, uncut + 8 * is_cut)}
     if case.cp > 1:  # by the name of the whole axis, where that is all of it
         joined, size = ("dp_replicate", replicas) if case.stage == "ddp" else ("dp_shard", n)
         axis = joined if size == case.cp else "cp"

@@ -83,6 +83,7 @@ MOVES = {
         "test_the_gather_of_the_first_unit_waits_for_no_other",
         "test_inputs_of_blocks_come_back_as_they_were",
     ),
+    "tests/dist/test_offload_axes.py": ("test_every_tier_gives_the_bits_of_none",),
     "tests/dist/test_qlora.py": (
         "test_bytes_arrive_where_copies_know_only_one_nan",
         "test_planted_gathered_as_numbers_they_do_not",

@@ -1,5 +1,5 @@
 """The two collectives that torch 2.13 has renamed, by one name each; both over a batch's tokens, each as the other
-one's backward; and a sum over ranks, in forward or in backward.
+one's backward; and sums over ranks: in forward, in backward, and of what may lie on the host.
 
 Invariant: torch's function is looked up at each call, since the ledger replaces it while it is open.
 """
@@ -28,6 +28,14 @@ def reduce_scatter(output: Tensor, full: Tensor, group: dist.ProcessGroup) -> No
     """Sums `full` [ranks * n] over the ranks of `group` and leaves this rank's part in `output` [n]."""
     reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # torch before 2.13
     reduce(output, full, group=group)
+
+
+def sum_in_place(tensor: Tensor, group: dist.ProcessGroup, device_type: str) -> None:
+    """Sums `tensor` over the ranks of `group`, on their devices of `device_type`. One that lies on a GPU's host is
+    copied there and back, over the fast network, and this thread waits for it."""
+    on_device = tensor.to(device_type)
+    dist.all_reduce(on_device, group=group)
+    tensor.copy_(on_device)
 
 
 def all_gather_tokens(part: Tensor, ranks: RanksOfTokens) -> Tensor:

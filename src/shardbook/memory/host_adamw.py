@@ -28,18 +28,18 @@ from shardbook.comm.torch_private import (
     start_fully_shard,
     whole_shape,
 )
+from shardbook.local_tensors import local_values
 from shardbook.memory import host_state
 from shardbook.memory.direct_io import DirectFile, page_buffer
 from shardbook.memory.host_state import ALIGN, FP32, STAGINGS, STATE, OffloadedUnit, moved_bytes
 from shardbook.memory.tiers import DiskState, build_tier, own_stream
 from shardbook.model.causal_lm import CausalLM, materialize
 from shardbook.optim import parameter_groups
-from shardbook.optim.clip import gradient_norm, squares_of
+from shardbook.optim.clip import parameters_norm, squares_of
 from shardbook.optim.elementwise import step_adamw
 from shardbook.optim.table import adamw_settings
-from shardbook.parallel.layout import Layout
 from shardbook.parallel.sharding import ShardedModel
-from shardbook.ranks.distributed import raise_on_all_ranks
+from shardbook.ranks.distributed import gather_results, raise_on_all_ranks
 from shardbook.ranks.exits import RunFailed
 from shardbook.recipe import Optim
 
@@ -66,16 +66,18 @@ class HostAdamW(torch.optim.Optimizer):
         tree: nn.Module,
         optim: Optim,
         units: Sequence[OffloadedUnit],
-        layout: Layout,
+        sharded: ShardedModel,
         file: DirectFile | None,
         device: torch.device,
     ):
         """Takes `tree`: a module of all masters, in the model's order, in which norms are summed. Collective."""
         super().__init__(parameter_groups(tree, optim), adamw_settings(optim))
-        self.tree, self.units, self.layout, self.file, self.device = tree, units, layout, file, device
+        self.tree, self.units, self.sharded, self.file, self.device = tree, units, sharded, file, device
+        self.layout = layout = sharded.layout
         self.tier = build_tier(layout, units, file, device)
         self.is_last, self.coefficient = True, 1.0
         self.fetched: list[Tensor] = []  # on the device: shards of the unit that is being gathered
+        self.gradients: dict[nn.Parameter, Tensor] = {}  # sums over micro-batches, by master
         self.squares: dict[nn.Parameter, Tensor] = {}  # sums of squared gradients, by master
         self.moved = Counter[str]()  # bytes moved in this step
         self.waited = self.seconds = 0.0  # seconds that all-gathers waited for steps; seconds of the host's steps
@@ -98,6 +100,7 @@ class HostAdamW(torch.optim.Optimizer):
                 if master.requires_grad:
                     moments = {name: param.to_sharded_dtensor(unit.view(name, number)) for name in STATE[1:]}
                     self.state[master] = {"step": torch.zeros(()), **moments}
+                    self.gradients[master] = param.to_sharded_dtensor(unit.view("gradients", number))
 
     def _begin_thread(self, threads: int) -> None:
         torch.set_num_threads(threads)
@@ -177,12 +180,17 @@ class HostAdamW(torch.optim.Optimizer):
 
     def clip(self, max_norm: float) -> Tensor:
         """Returns the norm of all gradients, an fp32 scalar on the host; the step scales gradients down to `max_norm`
-        (0: it does not). Collective."""
+        (0: it does not). Before, those of which ranks have partial sums are summed over these. Collective."""
         for staging in self.stagings:  # earlier gradients were waited for when these arrived
             if staging.accumulated is not None:
                 staging.accumulated.result()
-        masters = [master for master in self.tree.parameters() if master in self.squares]
-        norm = gradient_norm([*masters], [self.squares[master] for master in masters])
+        for master in self.squares:
+            master.grad = self.gradients[master]
+        summed, sent_bytes = self.sharded.sum_partial_gradients(self.tree)
+        self.moved.update(to_device=sent_bytes, to_host=sent_bytes)
+        for master in summed:
+            self.squares[master] = squares_of([local_values(self.gradients[master])]).sum()
+        norm = parameters_norm(self.sharded.parameters_of(self.tree), self.squares)
         self.coefficient = min(1.0, float(max_norm / (norm + 1e-6))) if max_norm else 1.0
         return norm
 
@@ -197,6 +205,7 @@ class HostAdamW(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Makes the next gradients that arrive the first of a step."""
+        super().zero_grad()
         self.squares = {}
         for unit in self.units:
             unit.micros, unit.accumulated = 0, None
@@ -282,23 +291,28 @@ class HostAdamW(torch.optim.Optimizer):
 def offload_state(model: CausalLM, sharded: ShardedModel, optim: Optim, device: torch.device) -> HostAdamW:
     """Gives the model memory on the device, host or disk, as its layout's offload says, and returns its optimizer.
     Raises RecipeError, the same on every rank, where host or disk of a node have too little room. Collective."""
-    layout = sharded.layout
-    sizes, of_node = host_state.offloaded_bytes(layout, dist.get_rank()), layout.ranks_per_node
-    is_first = dist.get_rank() % of_node == 0
+    offload, rank, of_node = sharded.layout.offload, dist.get_rank(), sharded.layout.ranks_per_node
+    sizes = gather_results(lambda: host_state.offloaded_bytes(sharded.layout, rank))  # stages of a pipeline differ
     # one rank a node, before any of its ranks reserves: else a late rank counts what others reserved as not free
-    raise_on_all_ranks(lambda: host_state.check_room(layout, of_node) if is_first else None)
-    file = raise_on_all_ranks(lambda: DirectFile(Path(layout.offload.path), sizes["disk"]) if "disk" in sizes else None)
+    of_this_node = sizes[rank : rank + of_node] if rank % of_node == 0 else []
+    raise_on_all_ranks(lambda: host_state.check_room(offload, of_this_node) if of_this_node else None)
+    disk = sizes[rank].get("disk")
+    file = raise_on_all_ranks(lambda: DirectFile(Path(offload.path), disk) if disk is not None else None)
     materialize(model, device)
-    optimizer = sharded.offloaded = build_host_adamw(model, layout, optim, device, file)
+    optimizer = build_host_adamw(model, sharded, optim, device, file)
+    for part in (sharded, *sharded.chunks):
+        part.offloaded = optimizer
     return optimizer
 
 
 def build_host_adamw(
-    model: CausalLM, layout: Layout, optim: Optim, device: torch.device, file: DirectFile | None
+    model: CausalLM, sharded: ShardedModel, optim: Optim, device: torch.device, file: DirectFile | None
 ) -> HostAdamW:
     """Returns the optimizer of a materialized `model`, with host buffers of every unit. fully_shard then hands it the
     reduced gradients, and gathers shards from its tier. Collective."""
-    start_fully_shard(layout.units[-1].handle)
+    layout = sharded.layout
+    for chunk in layout.chunks:
+        start_fully_shard(chunk.units[-1].handle)
     params = [sharded_parameters(unit.handle) if unit.shapes else [] for unit in layout.units]
     # units with their parameters in the order in which fully_shard concatenates them
     ordered = [
@@ -321,7 +335,7 @@ def build_host_adamw(
                 padded_shard(param).untyped_storage().resize_(0)
         units += [unit] * bool(unit.params)
     assert masters.keys() == set(model.parameters())
-    optimizer = HostAdamW(host_state.masters_tree(model, masters), optim, units, layout, file, device)
+    optimizer = HostAdamW(host_state.masters_tree(model, masters), optim, units, sharded, file, device)
     for unit in units:
         layout.units[unit.number].handle.set_all_reduce_hook(partial(optimizer.receive, unit))
         for number, param in enumerate(unit.params):

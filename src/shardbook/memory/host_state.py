@@ -26,7 +26,7 @@ from shardbook.model.weights import stored_buffers
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.units import Unit, shard_rows
 from shardbook.ranks.distributed import share_of_cores
-from shardbook.recipe import RecipeError
+from shardbook.recipe import Offload, RecipeError
 
 ALIGN = 1024  # elements: a page of fp32
 FP32 = 4
@@ -199,23 +199,24 @@ def threads_here(ranks_here: int, device_type: str) -> int:
     return max(1, cores - torch.get_num_threads() if device_type == "cpu" else cores)
 
 
-def check_room(layout: Layout, ranks_here: int) -> None:
-    """Raises RecipeError where this machine's memory or disk cannot hold the offloaded state of its ranks."""
-    sizes = offloaded_bytes(layout, 0)  # no rank needs more than rank 0
-    needed, free = sizes["host"] * ranks_here, available_memory() * (1 - RESERVE)
-    if needed > free:
-        further = "nvme (and offload.path)" if layout.offload.optimizer == "cpu" else "more ranks"
+def check_room(offload: Offload, sizes: Sequence[dict[str, int]]) -> None:
+    """Raises RecipeError where this machine's memory or disk cannot hold the offloaded state of its ranks, which is of
+    `sizes`, one rank's `offloaded_bytes` each."""
+    needed = sum((Counter(each) for each in sizes), Counter[str]())
+    free = available_memory() * (1 - RESERVE)
+    if needed["host"] > free:
+        further = "nvme (and offload.path)" if offload.optimizer == "cpu" else "more ranks"
         raise RecipeError(
-            f"offload.optimizer = {layout.offload.optimizer!r}: {needed / GB:.1f} GB of this machine's memory are "
-            f"needed for {ranks_here} ranks and {free / GB:.1f} can be had; set offload.optimizer to {further}"
+            f"offload.optimizer = {offload.optimizer!r}: {needed['host'] / GB:.1f} GB of this machine's memory are "
+            f"needed for {len(sizes)} ranks and {free / GB:.1f} can be had; set offload.optimizer to {further}"
         )
-    if "disk" in sizes:
-        folder = Path(layout.offload.path)
+    if offload.optimizer == "nvme":
+        folder = Path(offload.path)
         check_folder(folder)
-        if sizes["disk"] * ranks_here > free_bytes(folder):
+        if needed["disk"] > free_bytes(folder):
             raise RecipeError(
-                f"offload.path = {layout.offload.path!r}: {sizes['disk'] * ranks_here / GB:.1f} GB are needed for "
-                f"{ranks_here} ranks and {free_bytes(folder) / GB:.1f} are free; choose another disk, or more ranks"
+                f"offload.path = {offload.path!r}: {needed['disk'] / GB:.1f} GB are needed for "
+                f"{len(sizes)} ranks and {free_bytes(folder) / GB:.1f} are free; choose another disk, or more ranks"
             )
 
 

@@ -3,7 +3,7 @@
 Invariant: the norm is that of the full gradient, the same on every rank and in every layout.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -30,15 +30,22 @@ def clip_gradients(parameters: "Iterable[nn.Parameter] | Clips", max_norm: float
     norm before, an fp32 scalar on their device, without a host sync. Collective."""
     if not isinstance(parameters, Iterable):
         return parameters.clip(max_norm)
-    part = parameters if isinstance(parameters, PartParameters) else None
-    counted_elsewhere = set(part.tied) if part else ()
-    gradients = {p: p.grad for p in parameters if p.grad is not None}
-    counted = [gradient for p, gradient in gradients.items() if p not in counted_elsewhere]
-    norm = gradient_norm(counted, group=part.group if part else None)
+    parameters = parameters if isinstance(parameters, PartParameters) else [*parameters]  # an iterator is read twice
+    norm, gradients = parameters_norm(parameters), [p.grad for p in parameters if p.grad is not None]
     if max_norm and gradients:
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        scale_together([local_values(gradient) for gradient in gradients.values()], scale)
+        scale_together([local_values(gradient) for gradient in gradients], scale)
     return norm
+
+
+def parameters_norm(parameters: Iterable[nn.Parameter], known: Mapping[nn.Parameter, Tensor] | None = None) -> Tensor:
+    """Returns the `gradient_norm` of `parameters`, and of those of which they are a part. `known`: by parameter.
+    Collective."""
+    part = parameters if isinstance(parameters, PartParameters) else None
+    counted_elsewhere = set(part.tied) if part else ()
+    gradients = {p: p.grad for p in parameters if p.grad is not None and p not in counted_elsewhere}
+    squares = [known[p] for p in gradients] if known is not None else None
+    return gradient_norm([*gradients.values()], known=squares, group=part.group if part else None)
 
 
 def gradient_norm(

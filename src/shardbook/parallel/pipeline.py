@@ -8,7 +8,7 @@ that is launched later may wait for the device (a kernel that is loaded, memory 
 be waiting for that very work.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardbook.axes import PP, PP_BACKWARD, PP_ENDS, PP_FORWARD, ranks_along
+from shardbook.comm.collectives import sum_in_place
 from shardbook.local_tensors import local_part
 from shardbook.model.blocks import copy_view, keep_blocks
 from shardbook.model.causal_lm import CausalLM
@@ -58,6 +59,8 @@ class PipelineLinks:
     to: dict[bool, tuple[int, dist.ProcessGroup]]
     by: dict[bool, tuple[int, dist.ProcessGroup]]
     stream: Any = None  # on a GPU: receives are posted in it, so that they wait for their buffers only
+    tied_name: str = ""  # of the weight that is the first stage's embedding and the last stage's head
+    device_type: str = "cpu"
     sent: list[tuple[dist.Work, Tensor]] = field(default_factory=list)  # messages under way
 
     def send(self, tensor: Tensor, is_forward: bool) -> None:
@@ -105,26 +108,23 @@ class PipelineLinks:
         self.sent.clear()
 
     @torch.no_grad()
-    def sum_tied(self, model: nn.Module) -> None:
-        """Sums over both ends the gradient of a tied weight. Once a step, after its last backward. Collective."""
-        if self.ends:
-            gradient: Any = tied_weight(model).grad
-            if (part := local_part(gradient)).numel():
-                dist.all_reduce(part, group=self.ends)
+    def sum_tied(self, model: nn.Module) -> list[nn.Parameter]:
+        """Sums over both ends the gradient of a tied weight. Once a step, after its last backward. Returns that weight
+        on these two. Collective."""
+        for weight in self.tied_weights(model):
+            gradient: Any = weight.grad
+            if self.ends and (part := local_part(gradient)).numel():
+                sum_in_place(part, self.ends, self.device_type)
+        return self.tied_weights(model)
 
-    def tied_names(self, model: nn.Module) -> set[str]:
-        """Returns the name of the weight of `model` that both ends have, on these two."""
-        weight = tied_weight(model) if self.ends else None
-        return {name for name, parameter in model.named_parameters() if parameter is weight}
+    def tied_weights(self, model: nn.Module) -> list[nn.Parameter]:
+        """Returns the weight of `model`, a module with this rank's parameters by their names, that both ends have; none
+        elsewhere."""
+        return [model.get_parameter(self.tied_name)] if self.ends else []
 
     def parameters(self, model: nn.Module) -> PartParameters:
-        tied = [tied_weight(model)] if self.ends and self.pipeline.rank else []
+        tied = self.tied_weights(model) if self.pipeline.rank else []
         return PartParameters(list(model.parameters()), tied, self.everyone)
-
-
-def tied_weight(model: Any) -> nn.Parameter:
-    """Returns the weight that is the embedding of the first stage and the head of the last."""
-    return model.embedding.weight
 
 
 def check_stages(parallel: Parallel, blocks: int) -> None:
@@ -194,4 +194,7 @@ def build_pipeline_links(model: Any, layout: Layout, mesh: DeviceMesh) -> Pipeli
             ends = group if rank in (column[0], column[-1]) else ends
     stream = torch.cuda.Stream() if mesh.device_type == "cuda" else None
     facts = layout.token_parts, model.config.hidden_size, layout.dtype("params")
-    return PipelineLinks(pipeline, *facts, mesh.get_group(PP), ends, to, by, stream)
+    named = model.named_parameters() if ends else ()
+    tied_name = "".join(name for name, parameter in named if parameter is model.embedding.weight)
+    links = PipelineLinks(pipeline, *facts, mesh.get_group(PP), ends, to, by, stream)
+    return replace(links, tied_name=tied_name, device_type=mesh.device_type)

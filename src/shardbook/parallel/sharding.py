@@ -5,7 +5,7 @@ factor is 1. `shard_model` does the same for a loop of one's own: see docs/libra
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import repeat
@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from shardbook.axes import DP_REPLICATE, DP_SHARD
 from shardbook.comm.collectives import SumOverRanks
 from shardbook.comm.zeropp_collectives import QuantizedAllGather, QuantizedReduceScatter, share_secondary_mesh
+from shardbook.local_tensors import local_part
 from shardbook.parallel.byte_gather import gather_bytes
 from shardbook.parallel.context import set_cp_group
 from shardbook.parallel.layout import Layout
@@ -55,14 +56,12 @@ class ShardedModel:
     @property
     def gradients(self) -> Any:
         """The holder of the gradients after a step's last backward: the parameters, or the offloaded optimizer."""
-        if self.links:
-            return self.links.parameters(self.model)
-        return self.offloaded or self.model.parameters()
+        return self.offloaded or self.parameters_of(self.model)
 
     @property
     def tied_names(self) -> set[str]:
         """The names of the parameters that another part of the model, on other ranks, has too."""
-        return self.links.tied_names(self.model) if self.links else set()
+        return {self.links.tied_name} if self.links and self.links.ends else set()
 
     @property
     def chunks(self) -> "list[ShardedModel]":
@@ -86,6 +85,27 @@ class ShardedModel:
         if self.offloaded:
             self.offloaded.begin_step()
 
+    def end_step(self) -> None:
+        """Ends a step's last backward: waits for messages under way, and sums the gradient of a tied weight over both
+        ends of a pipeline. Collective."""
+        if self.links:
+            self.links.finish()
+            if not self.offloaded:
+                self.links.sum_tied(self.model)
+
+    def sum_partial_gradients(self, masters: nn.Module) -> tuple[list[nn.Parameter], int]:
+        """Sums those gradients of the offloaded `masters` of which ranks have partial sums: along tp, and over both
+        ends of a pipeline. Returns their parameters, and the bytes that each rank sent. Collective."""
+        mesh, numel = self.chunks[0].mesh, self.layout.replicated_numel
+        replicated = sum_replicated_gradients(masters, mesh, self.layout) if mesh else []
+        tied = self.links.sum_tied(masters) if self.links else []
+        numel += sum(local_part(weight).numel() for weight in tied)
+        return replicated + tied, numel * self.layout.dtype("master").itemsize
+
+    def parameters_of(self, model: nn.Module) -> Iterable[nn.Parameter]:
+        """Returns the parameters of `model`, which has this rank's; of a pipeline's stage also who has the others."""
+        return self.links.parameters(model) if self.links else model.parameters()
+
     @contextlib.contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:
         """Sets which gradients the backward of one micro-batch reduces and which parameters it frees (gradient
@@ -106,7 +126,7 @@ class ShardedModel:
         for handle, is_resharded in reshards:
             handle.set_reshard_after_backward(is_resharded, recurse=False)
         yield
-        if is_last and self.mesh:
+        if is_last and self.mesh and not self.offloaded:
             if self.check_first_gradients and not self.check_first_gradients():
                 self.check_first_gradients = None
             sum_replicated_gradients(self.model, self.mesh, self.layout)

@@ -101,9 +101,7 @@ def run_step(
             terms.append(passes.backward(action, action.micro == len(micros) - 1, received))
             mark(f"in micro-batch {len(terms) + 1}")
         received = passes.post_recv(buffer)
-    if sharded.links:
-        sharded.links.finish()
-        sharded.links.sum_tied(sharded.model)
+    sharded.end_step()
     mark("after its last micro-batch")
     return terms
 

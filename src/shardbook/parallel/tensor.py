@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardbook.arithmetic import ceil_div
 from shardbook.axes import TP
-from shardbook.comm.collectives import all_gather_tokens
+from shardbook.comm.collectives import all_gather_tokens, sum_in_place
 from shardbook.local_tensors import local_part
 from shardbook.model.blocks import put
 from shardbook.model.causal_lm import CausalLM
@@ -146,14 +145,15 @@ def whole_tokens(model: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def sum_replicated_gradients(model: nn.Module, mesh: DeviceMesh, layout: Layout) -> None:
+def sum_replicated_gradients(model: nn.Module, mesh: DeviceMesh, layout: Layout) -> list[nn.Parameter]:
     """Sums the gradients of parameters that are not sharded along tp over the tensor-parallel ranks, in one all-reduce,
     padding included; of those that each rank has whole it takes the mean. Called once a step, after its last backward.
-    Collective."""
-    parts, divisors = list[Tensor](), list[int]()
+    Returns these parameters. Collective."""
+    replicated, parts, divisors = list[nn.Parameter](), list[Tensor](), list[int]()
     for name, parameter in model.named_parameters():
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and TP not in (gradient.device_mesh.mesh_dim_names or ()):
+            replicated.append(parameter)
             parts.append(gradient.to_local())
             divisors.append(layout.tp_size if layout.placements[name].tp_whole_gradient else 1)
     sizes = [part.numel() for part in parts]
@@ -161,9 +161,10 @@ def sum_replicated_gradients(model: nn.Module, mesh: DeviceMesh, layout: Layout)
     flat = local_part(first).new_zeros(layout.replicated_numel)
     if parts:  # none where a family's norms have no weights
         torch.cat([part.flatten() for part in parts], out=flat[: sum(sizes)])
-    dist.all_reduce(flat, group=mesh.get_group(TP))
+    sum_in_place(flat, mesh.get_group(TP), mesh.device_type)
     for part, divisor, summed in zip(parts, divisors, flat[: sum(sizes)].split(sizes), strict=True):
         part.copy_((summed / divisor if divisor > 1 else summed).view_as(part))
+    return replicated
 
 
 @torch.no_grad()

@@ -67,8 +67,11 @@ class Candidate:
 
     @cached_property
     def offloaded_bytes(self) -> dict[str, int]:
-        """The bytes that one rank offloads to its `host` and `disk`; empty where nothing is offloaded."""
-        return offloaded_bytes(self.layout, 0) if self.layout.offload.optimizer != "none" else {}
+        """The most bytes that one rank offloads to its `host` and `disk`; empty where nothing is offloaded."""
+        if self.layout.offload.optimizer == "none":
+            return {}
+        sizes = [offloaded_bytes(layout, 0) for layout in self.layouts]
+        return {where: max(size[where] for size in sizes) for where in sizes[0]}
 
     @property
     def copied(self) -> int:

@@ -17,7 +17,6 @@ from shardbook.arithmetic import ceil_div, round_up
 from shardbook.axes import DP_REPLICATE, DP_SHARD, INSIDE, PP, PP_BACKWARD, PP_ENDS, PP_FORWARD, TP, rank_along
 from shardbook.comm.ledger import Traffic, Volume
 from shardbook.comm.quantize import buffer_bytes
-from shardbook.memory.host_state import moved_bytes, plan_unit
 from shardbook.optim.muon import WIRE_BYTES
 from shardbook.optim.table import OPTIMIZERS
 from shardbook.parallel.layout import Layout, cached_per_layout
@@ -101,6 +100,11 @@ def replica_sum(layout: Layout, units: Iterable[Unit]) -> Collectives:
     numel = sum(unit.padded_numel(layout.shards, trained_only=True) for unit in units) // layout.shards
     payload = numel * layout.dtype("reduce").itemsize
     return (("all_reduce", DP_REPLICATE, payload),) if layout.replicas > 1 and payload else ()
+
+
+def replicated_sum(layout: Layout) -> Collectives:
+    """Returns the all-reduce along tp of the gradients of what is the same there."""
+    return (("all_reduce", TP, layout.replicated_numel * layout.dtype("master").itemsize),)
 
 
 def muon_exchanges(layout: Layout) -> Collectives:
@@ -265,9 +269,8 @@ class _Chunk:
         for unit in layout.units if layout.is_replicated else [unit for unit in layout.units if unit.forward_only]:
             if unit.reshards_after_backward(is_last) and (is_last or not layout.is_replicated):
                 yield from self._free(unit, now)
-        if is_last and layout.tp_size > 1:
-            flat = layout.replicated_numel * layout.dtype("master").itemsize
-            yield Event("sum", None, (("all_reduce", TP, flat),))
+        if is_last and layout.replicated_numel and layout.offload.optimizer == "none":
+            yield Event("sum", None, replicated_sum(layout))
 
 
 def step_passes(layout: Layout, micros: int, forwards: int = 1, inside: Sequence[BlockTraffic] = ()) -> list[Pass]:
@@ -305,7 +308,9 @@ def step_events(
     """Yields the events of a step of the global `rank`: its passes', and then those of the norm and the step."""
     for each in step_passes(layout, micros, forwards, inside):
         yield from each.events
-    pipeline = layout.pipeline
+    pipeline, is_away = layout.pipeline, layout.offload.optimizer != "none"
+    if is_away and layout.replicated_numel:  # on the host, of all chunks of layers together
+        yield Event("sum", None, replicated_sum(layout))
     if pipeline.ranks > 1 and pipeline.is_tied and (pipeline.has_first_pp_stage or pipeline.has_last_pp_stage):
         tied = tied_numel(layout, rank) * layout.dtype("master").itemsize
         yield Event("sum", None, (("all_reduce", PP if pipeline.ranks == 2 else PP_ENDS, tied),))
@@ -314,8 +319,7 @@ def step_events(
     spread = [axis for axis, size in reversed(layout.sizes.items()) if size > 1 and axis not in copies]
     yield Event("norm", None, tuple(("all_reduce", axis, NORM_BYTES) for axis in spread))
     exchanges = muon_exchanges(layout) if OPTIMIZERS[optimizer_name].whole_matrices else ()
-    away = layout.units if layout.offload.optimizer != "none" else ()
-    yield from (Event("update", unit) for unit in away if any(unit.trained))
+    yield from (Event("update", unit) for unit in layout.units if is_away and any(unit.trained))
     yield Event("step", None, exchanges)
     sums = tuple(("all_reduce", layout.axis_of_all, size) for size in (COUNTS_BYTES, FLAGS_BYTES))
     yield Event("counts", None, sums)
@@ -328,22 +332,3 @@ def count_traffic(events: Iterable[Event]) -> Traffic:
         if payload:
             traffic[op, axis] = traffic.get((op, axis), Volume()) + Volume(1, payload)
     return traffic
-
-
-def count_moves(layout: Layout, rank: int, micros: int) -> dict[str, Counter[str]]:
-    """Returns the bytes that each kind of event of an offloaded step of the global `rank` moves: `to_host`, `to_device`
-    (over PCIe, on a GPU), `disk_read` and `disk_written`."""
-    plans = {unit: plan_unit(layout, unit, rank) for unit in layout.units}
-    moves = {what: Counter[str]() for what in ("fetch", "arrive", "update")}
-    for what, unit, _ in step_events(layout, micros):
-        if unit and what in moves:
-            moves[what].update(moved_bytes(layout, plans[unit], what == "fetch", what == "update", what == "arrive"))
-    return moves
-
-
-def step_bytes(layout: Layout, rank: int, micros: int) -> dict[str, int]:
-    """Returns the bytes that one rank moves in an optimizer step with offload, by all events; without it nothing."""
-    if layout.offload.optimizer == "none":
-        return {}
-    moves = count_moves(layout, rank, micros).values()
-    return {key: sum(moved[key] for moved in moves) for key in ("to_host", "to_device", "disk_read", "disk_written")}

@@ -5,6 +5,7 @@ s rows over N ranks is split into N shards of ceil(s / N) rows. The ZeRO paper's
 Needs no process group and no memory: the units may lie on the meta device.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import compress
@@ -13,11 +14,11 @@ from math import prod
 from shardbook.axes import DP_SHARD, rank_along
 from shardbook.comm.ledger import Traffic
 from shardbook.memory.direct_io import COPY_ALIGN
-from shardbook.memory.host_state import offloaded_bytes
+from shardbook.memory.host_state import moved_bytes, offloaded_bytes, plan_unit
 from shardbook.optim.table import OPTIMIZERS
 from shardbook.parallel.layout import Layout, cached_per_layout
 from shardbook.parallel.units import shard_rows
-from shardbook.plan.events import BlockTraffic, count_traffic, step_bytes, step_events, step_passes
+from shardbook.plan.events import BlockTraffic, count_traffic, step_events, step_passes
 from shardbook.recipe import Offload, Stage
 
 
@@ -96,6 +97,28 @@ def paper_resident(stage: Stage, parameters: int, ranks: int) -> Resident:
         grads_bytes=2 * parameters / (split if stage.reduce_every_micro else 1),
         optimizer_bytes=12 * parameters / split,
     )
+
+
+def count_moves(layout: Layout, rank: int, micros: int) -> dict[str, Counter[str]]:
+    """Returns the bytes that each kind of event of an offloaded step of the global `rank` moves: `to_host`, `to_device`
+    (over PCIe, on a GPU), `disk_read` and `disk_written`. Partial sums go to the device, and back once they are
+    summed."""
+    plans = {unit: plan_unit(layout, unit, rank) for unit in layout.units}
+    moves = {what: Counter[str]() for what in ("fetch", "arrive", "update", "sum")}
+    for what, unit, sends in step_events(layout, micros, rank=rank):
+        if unit and what in moves:
+            moves[what].update(moved_bytes(layout, plans[unit], what == "fetch", what == "update", what == "arrive"))
+        elif what == "sum":
+            moves[what].update(dict.fromkeys(("to_host", "to_device"), sum(size for _, _, size in sends)))
+    return moves
+
+
+def step_bytes(layout: Layout, rank: int, micros: int) -> dict[str, int]:
+    """Returns the bytes that one rank moves in an optimizer step with offload, by all events; without it nothing."""
+    if layout.offload.optimizer == "none":
+        return {}
+    moves = count_moves(layout, rank, micros).values()
+    return {key: sum(moved[key] for moved in moves) for key in ("to_host", "to_device", "disk_read", "disk_written")}
 
 
 def predict_memory_metrics(layout: Layout, optimizer_name: str, peak: dict[str, int], micros: int) -> dict[str, float]:

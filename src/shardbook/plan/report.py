@@ -12,8 +12,7 @@ from shardbook.parallel.placement import World, place_model
 from shardbook.plan.advice import ADAPTERS, Advice, advise, fit_adapters
 from shardbook.plan.block_traffic import describe_pipeline, describe_sharing, describe_splitting
 from shardbook.plan.cluster import DISK, DOCUMENT_TOKENS, SIZE_KEYS, Candidate, Planner, build_planner
-from shardbook.plan.events import step_bytes
-from shardbook.plan.formulas import Resident, paper_resident, predict_resident
+from shardbook.plan.formulas import Resident, paper_resident, predict_resident, step_bytes
 from shardbook.plan.hardware import ACROSS, ROOM, Cluster
 from shardbook.plan.peak import GB
 from shardbook.recipe import Precision, Recipe, RecipeError, find_stage, with_settings

@@ -130,7 +130,6 @@ UNSHARDED = f"parallel.stage={stages_where(lambda row: not row.shards)}"
 WITHOUT_SWITCHES = f"parallel.stage={stages_where(lambda row: row.switches == 'no')}"
 RESHARDING = " or ".join(name for name, row in STAGES.items() if row.reshard_after_forward)
 APART = "they do not compose, because "
-NOT_YET = f"{APART}this pair is not supported yet"
 INTERLEAVED = "parallel.pipeline_schedule=interleaved"
 
 OF_ONE_METHOD = (("preference", "dpo", Preference.model_fields), ("distill", "distill", Distill.model_fields))
@@ -184,8 +183,6 @@ RULES = (
     Rule(TP, "lora.lora_dropout!=0.0", f"{APART}ranks along tp would drop other inputs of one matrix",
          "set lora.lora_dropout=0"),
     Rule(CP, "model.attention=eager", f"{APART}it computes all scores of a row at once", "set model.attention=sdpa"),
-    Rule(TP, STATE, NOT_YET, "set offload.optimizer=none and offload.params=none"),
-    Rule(PP, STATE, NOT_YET, "leave [offload] out"),
     Rule(PP, "offload.activations!=none",
          f"{APART}a block has room on the host for one input, and several micro-batches are on their way at once",
          "leave [offload] out"),

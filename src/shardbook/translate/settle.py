@@ -126,14 +126,12 @@ def refuse(settings: Settings, entries: list[Entry], keys: set[str], why: str) -
 
 
 def drop_refused(settings: Settings, entries: list[Entry]) -> None:
-    """Refuses what a recipe refuses, in its words: sizes along tp, cp and pp, else the offload that contradicts
-    them."""
+    """Refuses what a recipe refuses, in its words: sizes along tp, cp and pp, and the offload of an optimizer."""
     against = _conflicts(settings)
     for key in [key for key in AXES if key in settings]:
         if why := "; ".join(conflict.text for conflict in against if key in conflict.keys):
             refuse(settings, entries, {key}, why)
-    offload = [one for one in against if "offload.optimizer" in one.keys and not {*one.keys} & {*AXES}]
-    if why := "; ".join(one.text for one in offload):
+    if why := "; ".join(conflict.text for conflict in against if "offload.optimizer" in conflict.keys):
         refuse(settings, entries, {"offload.optimizer", "offload.params", "offload.path"}, why)
 
 

@@ -49,12 +49,21 @@ def test_too_little_memory_or_disk_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(host_state, "available_memory", lambda: 10**6)
     layout, _, _ = laid_out(optimizer="cpu")
     with pytest.raises(RecipeError, match=r"this machine's memory are needed for 4 ranks and 0\.0 can be had; set"):
-        host_state.check_room(layout, 4)
+        host_state.check_room(layout.offload, [offloaded_bytes(layout, rank) for rank in range(4)])
     monkeypatch.setattr(host_state, "available_memory", lambda: 10**12)
     monkeypatch.setattr(host_state, "free_bytes", lambda folder: 10**6)
     layout, _, _ = laid_out(optimizer="nvme", path=str(tmp_path))
     with pytest.raises(RecipeError, match=r"GB are needed for 4 ranks and 0\.0 are free; choose another disk"):
-        host_state.check_room(layout, 4)
+        host_state.check_room(layout.offload, [offloaded_bytes(layout, rank) for rank in range(4)])
+
+
+def test_a_node_needs_what_all_its_ranks_do(monkeypatch):
+    """Stages of a pipeline need unlike amounts: not as many times the first rank's as there are ranks."""
+    monkeypatch.setattr(host_state, "available_memory", lambda: 5 * 10**9)
+    sizes = [{"host": size * 10**9} for size in (3, 1)]
+    host_state.check_room(Offload(optimizer="cpu"), sizes)
+    with pytest.raises(RecipeError, match=r"7\.0 GB of this machine's memory are needed for 3 ranks and 4\.8 can"):
+        host_state.check_room(Offload(optimizer="cpu"), [*sizes, sizes[0]])
 
 
 def materialize_late(layout, folder):
@@ -71,7 +80,7 @@ def materialize_late(layout, folder):
         host_adamw.DirectFile, host_adamw.materialize = reserve, lambda *words: None
         host_adamw.build_host_adamw = lambda *words: "made"
         try:
-            said.append(host_adamw.offload_state(None, SimpleNamespace(layout=layout, offloaded=None), None, None))
+            said.append(host_adamw.offload_state(None, SimpleNamespace(layout=layout, chunks=[]), None, None))
         except RecipeError as error:
             said.append(str(error))
 

@@ -183,7 +183,7 @@ def host_adamw_of(layout, device=CUDA):
     file = SimpleNamespace(read=None, write=None) if layout.offload.optimizer == "nvme" else None
     with pytest.MonkeyPatch.context() as patch:  # a share of cores is asked of all ranks, and there is one process
         patch.setattr(host_state, "threads_here", lambda ranks_here, device_type: 1)
-        return HostAdamW(torch.nn.Linear(1, 1), Optim(), [], layout, file, device)
+        return HostAdamW(torch.nn.Linear(1, 1), Optim(), [], SimpleNamespace(layout=layout), file, device)
 
 
 def test_gradients_leave_in_order_are_held_until_they_landed_and_are_bounded(cuda):

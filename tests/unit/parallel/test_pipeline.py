@@ -34,7 +34,6 @@ REFUSED = {  # a recipe's words, and what the error says
     "qwZ": ([TWO, "parallel.stage=hsdp", "parallel.quantize_weights=8"], SWITCH),
     "qgZ": ([TWO, "parallel.quantize_gradients=[8, 4]"], SWITCH),
     "hpZ": ([TWO, "parallel.stage=hsdp", "parallel.secondary_shard=2"], SWITCH),
-    "state away": ([TWO, "offload.optimizer=cpu"], ["offload.optimizer = 'cpu'", "leave [offload] out"]),
     "inputs away": (
         [TWO, "offload.activations=cpu", "activation.checkpointing=full"],
         ["offload.activations = 'cpu'", "leave [offload] out"],
@@ -238,7 +237,8 @@ def links_of(monkeypatch, rank, world, **sizes):
     monkeypatch.setattr(dist, "recv", lambda tensor, by, group: waits.append((by, rank, group)))
     mesh = SimpleNamespace(device_type="cpu", get_group=lambda axis: axis)
     layout = layout_of("zero3", rank, world, layers=8 * sizes.get("pipeline_chunks", 1), **sizes)
-    return build_pipeline_links(SimpleNamespace(config=config()), layout, mesh), waits
+    model = SimpleNamespace(config=config(), named_parameters=list)
+    return build_pipeline_links(model, layout, mesh), waits
 
 
 def never_done(waits):

@@ -181,7 +181,8 @@ def part_of(shape, rank, stream=None):
     links = PipelineLinks(place, 1, 1, torch.float32, None, None, to, by, stream)
     layout = SimpleNamespace(pipeline=place)
     parts = [Chunk(events) for _ in range(chunks)]
-    return SimpleNamespace(links=links, layout=layout, chunks=parts, begin_step=lambda: None, model=None), events
+    around = {"begin_step": lambda: None, "end_step": links.finish}
+    return SimpleNamespace(links=links, layout=layout, chunks=parts, **around), events
 
 
 def asked_by(monkeypatch, shape, rank, evaluates=False):

@@ -19,7 +19,6 @@ BESIDE = {  # what a recipe may not have beside tp_size = 2, and what the error 
     "zeropp": (["parallel.stage=zeropp"], ["parallel.stage = 'zeropp'", "set parallel.stage=zero3"]),
     "qwZ": (["parallel.stage=hsdp", "parallel.quantize_weights=8"], ["a switch of ZeRO++", "leave parallel.quantize"]),
     "hpZ": (["parallel.stage=hsdp", "parallel.secondary_shard=2"], ["a switch of ZeRO++", "leave parallel.quantize"]),
-    "offload": (["offload.optimizer=cpu"], ["offload.optimizer = 'cpu'", "set offload.optimizer=none"]),
     "muon": (["optim.name=muon"], ["optim.name = 'muon'", "set optim.name=adamw"]),
     "length": (["data.max_length=127"], ["data.max_length = 127", "must be a multiple of 2"]),
     "none": (["parallel.tp_size=0"], ["parallel.tp_size = 0", "greater than or equal to 1"]),

@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 from plans import plan_of
 
+from shardbook.memory.host_state import offloaded_bytes
 from shardbook.plan.cluster import build_planner
 from shardbook.plan.hardware import (
+    HOST_ROOM,
     INSIDE,
     build_cluster,
 )
@@ -44,6 +46,18 @@ def test_a_base_in_four_bits_is_planned_with_what_a_run_takes():
     assert "zeropp" in stages
     for candidate in stages.values():
         assert Recipe.model_validate(candidate.recipe.model_dump(exclude_unset=True)).parallel.quantize_weights == 0
+
+
+def test_the_host_holds_what_the_fullest_stage_offloads():
+    """Of a pipeline of 30 blocks: the first and the last stage have 7 and the embedding, those between them 8."""
+    words = ("parallel.pp_size=4", "offload.optimizer=cpu", "train.gradient_accumulation_steps=8")
+    planner, cluster = build_planner(plan_of("smollm2-135m", *words)), build_cluster("h100", 8)
+    found = planner.lay_out(planner.recipe, cluster)
+    first, second, last = (offloaded_bytes(layout, 0)["host"] for layout in found.layouts)
+    assert second < first < last and found.offloaded_bytes == {"host": last}
+    for size, fits in ((first, False), (last + 1, True)):
+        poor = replace(cluster, host_gb=8 * size / 1e9 / HOST_ROOM)
+        assert planner.lay_out(planner.recipe, poor).fits is fits
 
 
 TP = ("data.max_length=8192", "parallel.tp_size=8", "activation.checkpointing=full")

@@ -226,7 +226,6 @@ TENSOR = {  # what does not go with tensor parallel, and the way out
     ("parallel.stage=zeropp",): "set parallel.stage=zero3",
     ("parallel.stage=hsdp", "parallel.secondary_shard=2"): "leave parallel.quantize_weights",
     ("lora.r=4", "lora.lora_dropout=0.1"): "set lora.lora_dropout=0",
-    ("offload.optimizer=cpu",): "set offload.optimizer=none",
     ("optim.name=muon",): "set optim.name=adamw",
 }
 
@@ -257,7 +256,6 @@ def test_what_does_not_compose_with_context_parallel_exits_2(file, words, capsys
 PIPELINE = {  # and with pipeline parallel
     ("parallel.stage=zeropp",): "set parallel.stage=zero3",
     ("parallel.stage=hsdp", "parallel.secondary_shard=2"): "leave parallel.quantize_weights",
-    ("offload.optimizer=cpu",): "leave [offload] out",
     ("offload.activations=cpu", "activation.checkpointing=full"): "leave [offload] out",
     ("parallel.pipeline_schedule=interleaved",): "set parallel.pipeline_chunks=2, or leave both out",
     ("parallel.pipeline_chunks=2",): "set parallel.pipeline_schedule=interleaved, or leave both out",

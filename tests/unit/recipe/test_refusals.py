@@ -61,8 +61,6 @@ ALONE = [  # settings that break one row each, in the table's order
     HSDP | {"parallel.cp_size": 2, "parallel.secondary_shard": 2},
     {"parallel.tp_size": 2, "lora.r": 4, "lora.lora_dropout": 0.1},
     {"parallel.cp_size": 2, "model.attention": "eager"},
-    {"parallel.tp_size": 2} | HOST,
-    TWO | HOST,
     TWO | {"offload.activations": "cpu", "activation.checkpointing": "full"},
     {"parallel.tp_size": 2, "optim.name": "muon"},
     {"preference.beta": 0.2},

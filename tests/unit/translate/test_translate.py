@@ -378,11 +378,11 @@ DEEPSPEED = {
         },
         {
             "offload.optimizer": "cpu",
-            "parallel.pp_size": None,
+            "parallel.pp_size": 2,
             "parallel.cp_size": 2,
             "activation.checkpointing": "full",
         },
-        ["pipeline.stages"],
+        [],
     ),
     "sequences and qwZ": (
         {
@@ -399,8 +399,8 @@ DEEPSPEED = {
             "sequence_parallel_size": 2,
             "tensor_parallel": {"autotp_size": 2},
         },
-        {"offload.optimizer": "cpu", "parallel.tp_size": None, "parallel.cp_size": 2},
-        ["tensor_parallel.autotp_size"],
+        {"offload.optimizer": "cpu", "parallel.tp_size": 2, "parallel.cp_size": 2},
+        [],
     ),
     "sequences of three ranks, offloaded with AutoTP": (
         {
@@ -424,8 +424,8 @@ DEEPSPEED = {
             "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
             "tensor_parallel": {"autotp_size": 2},
         },
-        {"offload.optimizer": "cpu", "parallel.tp_size": None},
-        ["tensor_parallel.autotp_size"],
+        {"offload.optimizer": "cpu", "parallel.tp_size": 2},
+        [],
     ),
     "dtypes on the wire": (
         {"bf16": {"enabled": True}, "communication_data_type": "bf16", "data_types": {"grad_accum_dtype": "bf16"}},
