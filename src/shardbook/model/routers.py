@@ -12,12 +12,13 @@ from transformers import PreTrainedConfig
 from shardbook.model.marks import STACKED
 from shardbook.recipe import RecipeError
 
-LOGITS = "router_logits"  # transformers' name of what it records
+RECORDED = "_can_record_outputs"  # transformers' table of what a base model's forward can be asked to return beside
+LOGITS = "router_logits"  # and its name of these
 
 
 def find_routers(base: nn.Module) -> dict[str, nn.Module]:
     """Returns the modules of transformers' `base` model whose logits it records, by name, in order."""
-    recorded = (getattr(base, "_can_record_outputs", None) or {}).get(LOGITS, ())
+    recorded = (getattr(base, RECORDED, None) or {}).get(LOGITS, ())
     recorders = recorded if isinstance(recorded, list) else [recorded] * bool(recorded)
     kinds = [(each.target_class, each.layer_name or "") for each in recorders]
     return {

@@ -37,6 +37,7 @@ CAPABILITIES, NEEDS, find_cells, write_matrix = map(matrix.get, ("CAPABILITIES",
 TWO = {"parallel.pp_size": 2}
 LOOPED = {"parallel.pipeline_schedule": "interleaved", "parallel.pipeline_chunks": 2}
 HSDP = {"parallel.stage": "hsdp", "parallel.dp_shard_size": 2}
+AUX = {"train.router_aux_loss_coef": 0.1}
 DISTILL = {"method": "distill", "distill.teacher": "x"}
 DPO = {"method": "dpo"}
 HOST = {"offload.optimizer": "cpu"}
@@ -99,6 +100,10 @@ ALONE = [  # settings that break one row each, in the table's order
     {"train.check_steps": 10},
     HOST | {"train.check_steps": 10, "train.deterministic": True},
     TWO | {"train.check_steps": 10, "train.deterministic": True},
+    DPO | AUX,
+    TWO | AUX,
+    AUX | {"train.compile": True, "activation.checkpointing": "full"},
+    {"train.freeze_router": True, "lora.r": 4},
     {"offload.activations": "cpu"},
     {"activation.checkpointing": "budget:0.5"},
 ]
