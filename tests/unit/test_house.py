@@ -328,7 +328,7 @@ KNOWN_IN = {
     r"(^|_)tp(_|$)|^TP(_|$|Group)|tensor_parallel": 20,
     r"(^|_)cp(_|$)|^CP(_|$|Group)|context_parallel": 14,
     r"(^|_)pp(_|$)|^PP(_|$)|pipeline": 20,
-    r"offload": 22,
+    r"offload": 20,
     r"lora|adapter": 25,
     r"distill|teacher": 20,
     r"zeropp|quantize_(weights|gradients)|secondary": 12,

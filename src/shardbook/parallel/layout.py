@@ -148,9 +148,14 @@ class Layout:
         return DTYPES[getattr(self.precision, what)]
 
     @property
+    def steps_on_host(self) -> bool:
+        """Returns whether optimizer state lies on the host or a disk, and the host runs its step."""
+        return self.offload.optimizer != "none"
+
+    @property
     def is_replicated(self) -> bool:
         """Returns whether each rank holds all parameters on its device (replicated.py): no gather, no offload."""
-        return self.shards == 1 and self.tp_size == 1 and self.offload.optimizer == "none"
+        return self.shards == 1 and self.tp_size == 1 and not self.steps_on_host
 
     @cached_property
     def cache(self) -> dict[Any, Any]:

@@ -150,6 +150,8 @@ def sum_replicated_gradients(model: nn.Module, mesh: DeviceMesh, layout: Layout)
     padding included; of those that each rank has whole it takes the mean. Called once a step, after its last backward.
     Returns these parameters. Collective."""
     replicated, parts, divisors = list[nn.Parameter](), list[Tensor](), list[int]()
+    if not layout.replicated_numel:  # as where a family's norms have no weights
+        return replicated
     for name, parameter in model.named_parameters():
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and TP not in (gradient.device_mesh.mesh_dim_names or ()):
@@ -159,8 +161,7 @@ def sum_replicated_gradients(model: nn.Module, mesh: DeviceMesh, layout: Layout)
     sizes = [part.numel() for part in parts]
     first = next(p for p in model.parameters() if p.requires_grad)  # a frozen one may have another dtype
     flat = local_part(first).new_zeros(layout.replicated_numel)
-    if parts:  # none where a family's norms have no weights
-        torch.cat([part.flatten() for part in parts], out=flat[: sum(sizes)])
+    torch.cat([part.flatten() for part in parts], out=flat[: sum(sizes)])
     sum_in_place(flat, mesh.get_group(TP), mesh.device_type)
     for part, divisor, summed in zip(parts, divisors, flat[: sum(sizes)].split(sizes), strict=True):
         part.copy_((summed / divisor if divisor > 1 else summed).view_as(part))

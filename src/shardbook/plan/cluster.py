@@ -68,7 +68,7 @@ class Candidate:
     @cached_property
     def offloaded_bytes(self) -> dict[str, int]:
         """The most bytes that one rank offloads to its `host` and `disk`; empty where nothing is offloaded."""
-        if self.layout.offload.optimizer == "none":
+        if not self.layout.steps_on_host:
             return {}
         sizes = [offloaded_bytes(layout, 0) for layout in self.layouts]
         return {where: max(size[where] for size in sizes) for where in sizes[0]}

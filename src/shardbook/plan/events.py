@@ -234,7 +234,7 @@ class _Chunk:
             else:
                 summed = replica_sum(layout, [unit]) if is_last else ()
                 yield Event("reduce", unit, reduction(layout, unit) + summed)
-                if layout.offload.optimizer != "none" and any(unit.trained) and (is_last or layout.replicas == 1):
+                if layout.steps_on_host and any(unit.trained) and (is_last or layout.replicas == 1):
                     yield Event("arrive", unit)
             for missing, _ in unsent:
                 missing.discard(unit)
@@ -269,7 +269,7 @@ class _Chunk:
         for unit in layout.units if layout.is_replicated else [unit for unit in layout.units if unit.forward_only]:
             if unit.reshards_after_backward(is_last) and (is_last or not layout.is_replicated):
                 yield from self._free(unit, now)
-        if is_last and layout.replicated_numel and layout.offload.optimizer == "none":
+        if is_last and layout.replicated_numel and not layout.steps_on_host:
             yield Event("sum", None, replicated_sum(layout))
 
 
@@ -308,7 +308,7 @@ def step_events(
     """Yields the events of a step of the global `rank`: its passes', and then those of the norm and the step."""
     for each in step_passes(layout, micros, forwards, inside):
         yield from each.events
-    pipeline, is_away = layout.pipeline, layout.offload.optimizer != "none"
+    pipeline, is_away = layout.pipeline, layout.steps_on_host
     if is_away and layout.replicated_numel:  # on the host, of all chunks of layers together
         yield Event("sum", None, replicated_sum(layout))
     if pipeline.ranks > 1 and pipeline.is_tied and (pipeline.has_first_pp_stage or pipeline.has_last_pp_stage):

@@ -57,7 +57,7 @@ def predict_resident(layout: Layout, rank: int, optimizer_name: str = "adamw") -
     moments of `optimizer_name`, as optim.name has it, have the true rows of the rank."""
     shards, master, shard = layout.shards, layout.dtype("master").itemsize, rank_along(layout.sizes, DP_SHARD, rank)
     params = grads = optimizer = 0
-    if layout.offload.optimizer != "none":  # what is on the device are copies in the dtype of compute, or nothing
+    if layout.steps_on_host:  # what is on the device are copies in the dtype of compute, or nothing
         at_rest = layout.dtype("params").itemsize * (layout.offload.params == "none")
         return Resident(sum(unit.padded_numel(shards) for unit in layout.units) // shards * at_rest, 0, 0)
     for unit in layout.units:
@@ -115,7 +115,7 @@ def count_moves(layout: Layout, rank: int, micros: int) -> dict[str, Counter[str
 
 def step_bytes(layout: Layout, rank: int, micros: int) -> dict[str, int]:
     """Returns the bytes that one rank moves in an optimizer step with offload, by all events; without it nothing."""
-    if layout.offload.optimizer == "none":
+    if not layout.steps_on_host:
         return {}
     moves = count_moves(layout, rank, micros).values()
     return {key: sum(moved[key] for moved in moves) for key in ("to_host", "to_device", "disk_read", "disk_written")}
@@ -130,7 +130,7 @@ def predict_memory_metrics(layout: Layout, optimizer_name: str, peak: dict[str, 
     metrics = {f"predicted/memory/{what}": value for what, value in kept.items()}
     metrics |= {f"paper/memory/{what}": value for what, value in paper.items()}
     metrics |= {f"predicted/peak/{term}_bytes": value for term, value in peak.items()}
-    if layout.offload.optimizer != "none":
+    if layout.steps_on_host:
         metrics |= {f"predicted/memory/{where}_bytes": size for where, size in offloaded_bytes(layout, 0).items()}
         metrics |= {f"predicted/offload/{what}_bytes": size for what, size in step_bytes(layout, 0, micros).items()}
     return metrics | ({"predicted/memory/peak_bytes": sum(peak.values())} if peak else {})

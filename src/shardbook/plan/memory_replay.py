@@ -25,7 +25,7 @@ class ShardedBytes:
         self.compute, self.reduce = layout.dtype("params").itemsize, layout.dtype("reduce").itemsize
         self.master, self.fetched = layout.dtype("master").itemsize, fetched_bytes(layout)
         self.frees_early = frees_early()
-        self.is_away = layout.offload.optimizer != "none"
+        self.is_away = layout.steps_on_host
         self.every = layout.stage.reduce_every_micro or micros == 1
 
     def follow(

@@ -311,8 +311,8 @@ def per_micro_batch(traffic: Traffic, layout: Layout, micros: int) -> Traffic:
     """Returns what a micro-batch sends along tp, of what two steps of `micros` in all sent: but for a step's sum of
     gradients."""
     sent = {key: volume for key, volume in traffic.items() if key[1] == TP}
-    if sent:
-        sent["all_reduce", TP] += Volume(-2, -2 * layout.replicated_numel * layout.dtype("master").itemsize)
+    if summed := layout.replicated_numel * layout.dtype("master").itemsize:
+        sent["all_reduce", TP] += Volume(-2, -2 * summed)
     return {key: Volume(each.calls // micros, each.payload_bytes // micros) for key, each in sent.items()}
 
 

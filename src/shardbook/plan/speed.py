@@ -54,6 +54,11 @@ class StepTime:
     def seconds(self) -> float:
         return sum(asdict(self).values())
 
+    @property
+    def update(self) -> float:
+        """The seconds of the optimizer's step that nothing hides, on the device or on the host."""
+        return self.optimizer + self.offload
+
 
 def predict_step(
     layout: Layout,
@@ -138,7 +143,7 @@ def optimizer_seconds(layout: Layout, row: Optimizer, shard: int, peak_flops: fl
     """Returns the seconds in which the device steps a shard of `shard` elements, norm and clipping included."""
     master = layout.dtype("master").itemsize
     moments = 2 * row.state_bytes(shard, master)  # read and written
-    is_on_device = layout.offload.optimizer == "none"
+    is_on_device = not layout.steps_on_host
     seconds = (shard * 10 * master + moments) / memory_rate * is_on_device
     if row.whole_matrices:  # each rank makes its share of matrices orthogonal
         matrices = [shape for unit in layout.units for shape in unit.trained_matrices]
@@ -174,7 +179,7 @@ def passing_seconds(layout: Layout, config: PreTrainedConfig, tokens: int, clust
 def offload_seconds(layout: Layout, cluster: Cluster, micros: int, forward: float, backward: float) -> float:
     """Returns the seconds of a step in which the GPU waits for its host: the time of host AdamW that one forward does
     not hide, and the time by which transfers are longer than all computing."""
-    if layout.offload.optimizer == "none":
+    if not layout.steps_on_host:
         return 0.0
     moves, numel = count_moves(layout, 0, micros), sum(unit.numel for unit in layout.units) / layout.shards
     moved, paged = sum(moves.values(), Counter[str]()), moves["fetch"]["disk_read"]

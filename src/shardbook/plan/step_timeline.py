@@ -83,9 +83,8 @@ def lay_in_time(candidate: Candidate) -> tuple[list[Span], float]:
         if number < SHOWN or number >= passes - SHOWN:
             shift = cut if number >= passes - SHOWN else 0.0
             spans += join((each for each in events if each.number == number), layout, shift)
-    is_away = layout.offload.optimizer != "none"
-    if took := time.offload if is_away else time.optimizer:
-        lane, words = WORDS["update" if is_away else "step"]
+    if took := time.update:
+        lane, words = WORDS["update" if layout.steps_on_host else "step"]
         spans.append(Span(lane, words, "all parameters", end - cut, end - cut + took, took))
     lanes = [lane for lane, _ in WORDS.values()]
     return sorted(spans, key=lambda span: (lanes.index(span.lane), span.begins)), cut

@@ -36,7 +36,7 @@ def allocate_state(
 
     Raises RecipeError, the same on every rank, where host or disk of a node have too little room. Collective.
     """
-    if sharded.layout.offload.optimizer != "none":
+    if sharded.layout.steps_on_host:
         return offload_state(model, sharded, optim, device)
     materialize(model, device)
     return build_optimizer(model, optim, seed, sharded.layout.trained_shapes)

@@ -71,7 +71,7 @@ def describe_layout(job: Job) -> Table:
     parts = state.params_bytes, state.grads_bytes, state.optimizer_bytes
     params, grads, optimizer = map(readable_bytes, parts)
     table.add_row("a rank keeps", f"{params} parameters, {grads} reduced gradients, {optimizer} optimizer state")
-    if layout.offload.optimizer != "none":
+    if layout.steps_on_host:
         away = [f"{readable_bytes(size)} of {where}" for where, size in offloaded_bytes(layout, 0).items()]
         table.add_row("off the device", f"{', '.join(away)}: masters, moments, sums of gradients")
     table.add_row("at its peak", describe_parts(peak) if peak else f"not predicted: {job.no_plan_reason}")
