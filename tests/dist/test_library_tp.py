@@ -455,12 +455,12 @@ class Odd(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.head = nn.Linear(8, 16), nn.Linear(16, 12)
+        self.first, self.norm, self.head = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 12)
         self.layers = nn.ModuleList([nn.Linear(16, 16)] * 2)
         self.head.register_forward_hook(lambda head, inputs, output: output.softmax(-1))
 
     def forward(self, x):
-        return self.head(self.layers[1](self.layers[0](self.first(input=x)).relu()))
+        return self.head(self.layers[1](self.layers[0](self.norm(self.first(input=x))).relu()))
 
 
 ODD = {"first": "colwise_gather_output", "layers.*": "colwise_gather_output", "head": "colwise_gather_output"}
@@ -592,6 +592,13 @@ def test_a_wrong_plan_is_refused_before_a_process_group(name):
     with pytest.raises(RecipeError) as refusal:
         shard_model(model, blocks=blocks_of(model), stage=Parallel(tp_size=2), tp_plan=plan)
     assert message in str(refusal.value) and str(refusal.value).startswith("shard_model: parallel.tp_size = 2: ")
+
+
+def test_a_plan_of_a_step_refuses_what_the_first_step_would():
+    plan = plan_of(**{"layers.*.up": ""})
+    model, given = mine(), {"batch": row_of(0, 0, 0), "gpus": 2, "loss": loss_of, "stage": Parallel(tp_size=2)}
+    with pytest.raises(RecipeError, match="layers.0.down takes 12 features by tp_plan and was given 24"):
+        plan_module(model, blocks=model.layers, tp_plan=plan, **given)
 
 
 def test_a_plan_of_a_step_leaves_the_module_as_it_was():

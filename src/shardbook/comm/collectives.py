@@ -82,7 +82,7 @@ class ReduceScatterTokens(torch.autograd.Function):
         return all_gather_tokens(grad_output, ctx.ranks).view(ctx.shape), None
 
 
-def sum_over_ranks(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+def all_reduced(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sums the `part` that each rank of `group` has, without autograd. Collective."""
     total = part.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
@@ -90,12 +90,12 @@ def sum_over_ranks(part: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class SumOverRanks(torch.autograd.Function):
-    """`sum_over_ranks`, whose backward passes the gradient on as it is: every rank computes the same loss of the sum,
+    """`all_reduced`, whose backward passes the gradient on as it is: every rank computes the same loss of the sum,
     and goes backward into its own part alone."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return sum_over_ranks(part, group)
+        return all_reduced(part, group)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
@@ -104,7 +104,7 @@ class SumOverRanks(torch.autograd.Function):
 
 class SumGradients(torch.autograd.Function):
     """A tensor that the ranks of `group` have alike, and of which each computes something else: its backward is
-    `sum_over_ranks`."""
+    `all_reduced`."""
 
     @staticmethod
     def forward(ctx: Any, full: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -113,4 +113,4 @@ class SumGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
-        return sum_over_ranks(grad_output, ctx.group), None
+        return all_reduced(grad_output, ctx.group), None

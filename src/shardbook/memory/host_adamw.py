@@ -180,7 +180,7 @@ class HostAdamW(torch.optim.Optimizer):
 
     def clip(self, max_norm: float) -> Tensor:
         """Returns the norm of all gradients, an fp32 scalar on the host; the step scales gradients down to `max_norm`
-        (0: it does not). Before, those of which ranks have partial sums are summed over these. Collective."""
+        (0: it does not). It first sums partial gradients over the ranks that have them. Collective."""
         for staging in self.stagings:  # earlier gradients were waited for when these arrived
             if staging.accumulated is not None:
                 staging.accumulated.result()

@@ -178,6 +178,8 @@ class CausalLM(nn.Module):
         return self._select(states, batch) if self.has_head else states
 
     def _run_base(self, batch: Batch, hidden: Tensor | None = None, **asked: bool) -> Any:
+        if getattr(self.config, "output_router_logits", False):  # else the base model would go by its config
+            asked = {"output_router_logits": False, **asked}
         # The base model is told that nothing is padding: with no mask it would read positions, to find documents.
         arguments = {"attention_mask": torch.ones_like(batch.input_ids, dtype=torch.bool), "use_cache": False, **asked}
         arguments |= {"input_ids": batch.input_ids} if hidden is None else {"inputs_embeds": hidden}

@@ -17,9 +17,9 @@ from torch import Tensor
 from shardbook.data.loader import MicroBatch
 from shardbook.data.tokenized import Totals
 from shardbook.model.flops import experts_per_token
+from shardbook.model.routers import BALANCE_NUMBERS
 
 METRICS = ("router_aux_loss", "expert_load_max", "router_entropy")
-COUNTS = 2  # numbers that are summed beside C: tokens that are no padding, and trained tokens
 
 
 class Balance(NamedTuple):
@@ -46,14 +46,13 @@ def measure_balance(router_logits: Sequence[Tensor], micro: MicroBatch, totals: 
             entropy += torch.special.entr(probabilities).sum(-1) @ is_token
     with torch.no_grad():
         layers, experts = len(counts), len(counts[0])
-        trained_here = is_token.new_full((), float(trained))
-        summed = torch.cat([*counts, torch.stack([is_token.sum(), trained_here])])
+        summed = torch.cat([*counts, torch.stack([is_token.sum(), is_token.new_full((), float(trained))])])
         if dist.is_initialized():
             dist.all_reduce(summed)  # looked up at each call: the ledger replaces it while it is open
-        tokens, share = summed[-COUNTS].clamp(min=1), summed[-1] / totals.tokens
-        of_all = summed[:-COUNTS].view(layers, experts)
-        load_max = of_all.max() * experts / (chosen * tokens)
-    aux_loss = share * experts * (of_all.sum(0) @ sum(sums)) / (layers * tokens) ** 2
+        tokens, share = summed[-BALANCE_NUMBERS].clamp(min=1), summed[-1] / totals.tokens
+        of_experts = summed[:-BALANCE_NUMBERS].view(layers, experts)
+        load_max = of_experts.max() * experts / (chosen * tokens)
+    aux_loss = share * experts * (of_experts.sum(0) @ sum(sums)) / (layers * tokens) ** 2
     return Balance(aux_loss, trained / totals.tokens * load_max, share * entropy / (layers * tokens))
 
 

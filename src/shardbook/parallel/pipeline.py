@@ -8,7 +8,7 @@ that is launched later may wait for the device (a kernel that is loaded, memory 
 be waiting for that very work.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -196,5 +196,5 @@ def build_pipeline_links(model: Any, layout: Layout, mesh: DeviceMesh) -> Pipeli
     facts = layout.token_parts, model.config.hidden_size, layout.dtype("params")
     named = model.named_parameters() if ends else ()
     tied_name = "".join(name for name, parameter in named if parameter is model.embedding.weight)
-    links = PipelineLinks(pipeline, *facts, mesh.get_group(PP), ends, to, by, stream)
-    return replace(links, tied_name=tied_name, device_type=mesh.device_type)
+    groups = mesh.get_group(PP), ends, to, by
+    return PipelineLinks(pipeline, *facts, *groups, stream, tied_name, mesh.device_type)

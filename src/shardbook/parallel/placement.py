@@ -152,7 +152,7 @@ def build_local(
     freeze(model, check_family(config).without_gradient)
     check_routers(model.base, config, recipe.train.router_aux_loss_coef)
     if recipe.train.freeze_router:
-        freeze_routers(model.base, config.model_type)
+        freeze_routers(model.base, config)
     if recipe.lora.r:
         apply_lora(model, recipe.lora, DTYPES[recipe.precision.frozen])
     if recipe.model.load_in_4bit:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardbook.comm.collectives import sum_over_ranks
+from shardbook.comm.collectives import all_reduced
 from shardbook.local_tensors import local_values
 from shardbook.parallel.pass_monitor import tensors_in
 from shardbook.parallel.replicated import map_tensors
@@ -73,10 +73,16 @@ def call_with(model: nn.Module, batch: Any) -> Any:
 
 def check_outputs(expected: list[Tensor], computed: list[Tensor], mesh: DeviceMesh, dtype: torch.dtype) -> None:
     """Raises RecipeError, on every rank of `mesh`, where what a model computes in `dtype` is not what it computed."""
-    alike = [each.shape for each in expected] == [each.shape for each in computed]
-    pairs = zip(expected, computed, strict=True) if alike else ()
-    errors = [float((after - before).norm() / before.norm().clamp(min=1e-30)) for before, after in pairs]
-    worst = torch.tensor([max(errors, default=0.0) if alike else 1.0], device=mesh.device_type)
+    if (shapes := [[tuple(each.shape) for each in outputs] for outputs in (expected, computed)])[0] != shapes[1]:
+        raise RecipeError(
+            f"shard_model: example: the model returns tensors of {shapes[1]}, before of {shapes[0]}: parts of features "
+            "that ranks share, as attention weights are; have it return what all ranks have"
+        )
+    errors = [0.0]
+    for before, after in zip(expected, computed, strict=True):
+        difference = torch.where(before == after, 0.0, after - before).nan_to_num(nan=1e30)  # infinities are equal
+        errors.append(float(difference.norm() / before[before.isfinite()].norm().clamp(min=1e-30)))
+    worst = torch.tensor([min(max(errors), 1e30)], device=mesh.device_type)
     for axis in range(mesh.ndim):
         dist.all_reduce(worst, dist.ReduceOp.MAX, group=mesh.get_group(axis))
     if not worst.item() <= EXAMPLE_ERROR[dtype]:
@@ -140,7 +146,7 @@ class FirstSteps:
         norms, differences = [torch.zeros((), device=self.mesh.device_type)], []
         for gradient in gradients.values():
             part = norms[0] if gradient is None else local_values(gradient).float()
-            mean = sum_over_ranks(part, self.along.get_group()) / self.along.size()
+            mean = all_reduced(part, self.along.get_group()) / self.along.size()
             norms.append(mean.norm())
             differences.append((part - mean).norm())
         worst = self._max_of_all(torch.stack(norms[1:] + differences)).view(2, -1)
@@ -163,12 +169,12 @@ class FirstSteps:
             )
 
     def _check_outputs(self, projections: Tensor) -> None:
-        mean = sum_over_ranks(projections, self.along.get_group()) / self.along.size()
+        mean = all_reduced(projections, self.along.get_group()) / self.along.size()
         unlike = (projections - mean).norm(dim=1) > UNLIKE_OUTPUT * mean.norm(dim=1)
         if self._max_of_all(unlike.float()).any():
             raise RecipeError(
                 "shard_model: the gradient of what the model returns differs between ranks along tp: labels, masks or "
-                f"scales of the loss were others; {ONE_BATCH}"
+                f"scales of the loss were others; {ONE_BATCH}; or dropout drew other random numbers: seed them alike"
             )
 
     def _max_of_all(self, values: Tensor) -> Tensor:

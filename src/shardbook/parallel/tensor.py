@@ -50,7 +50,7 @@ EMBEDDING = {"embed_tokens": "embedding_rowwise"}  # of a tied one in transforme
 
 class ShardedEmbedding(nn.Embedding):
     """A vocabulary-parallel embedding: a rank has the rows of its share of the vocabulary. Its forward takes ids [B, L]
-    and returns this rank's share of the flat tokens, [1, B * L / size, hidden]."""
+    and returns this rank's share of the flat tokens, [1, B * L / size, hidden], or what its TPGroup makes of them."""
 
     tp_group: TPGroup
     first: int  # the first token id of its rows
@@ -161,7 +161,8 @@ def sum_replicated_gradients(model: nn.Module, mesh: DeviceMesh, layout: Layout)
     sizes = [part.numel() for part in parts]
     first = next(p for p in model.parameters() if p.requires_grad)  # a frozen one may have another dtype
     flat = local_part(first).new_zeros(layout.replicated_numel)
-    torch.cat([part.flatten() for part in parts], out=flat[: sum(sizes)])
+    if parts:  # none in a step without a backward
+        torch.cat([part.flatten() for part in parts], out=flat[: sum(sizes)])
     sum_in_place(flat, mesh.get_group(TP), mesh.device_type)
     for part, divisor, summed in zip(parts, divisors, flat[: sum(sizes)].split(sizes), strict=True):
         part.copy_((summed / divisor if divisor > 1 else summed).view_as(part))

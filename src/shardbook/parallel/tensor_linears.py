@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardbook.arithmetic import ceil_div
-from shardbook.comm.collectives import AllGatherTokens, ReduceScatterTokens, all_gather_tokens, sum_over_ranks
+from shardbook.comm.collectives import AllGatherTokens, ReduceScatterTokens, all_gather_tokens, all_reduced
 from shardbook.local_tensors import local_part
 from shardbook.model.adapters import LoraLinear, PackedLoraLinear
 from shardbook.model.nf4 import ABSMAX, BLOCK, PACKED, PackedLinear, product_of_bytes, unpack_nf4
@@ -70,7 +70,7 @@ class TPGroup:
         """Reduce-scatters size * n tokens [..., hidden], of which each rank has a partial sum, to [1, n, hidden], this
         rank's tokens of the sum; backward all-gathers."""
         if self.has_all_tokens:
-            return sum_over_ranks(part, self.group)
+            return all_reduced(part, self.group)
         return ReduceScatterTokens.apply(part, self)
 
     @property
@@ -84,14 +84,14 @@ class ShardedLinear(nn.Linear):
     is the whole matrix, with its own `rows` (column-parallel) or `columns` (row-parallel).
 
     The gradient of a sharded weight is complete on its rank: only fully_shard reduces it, over the data axes. That of a
-    whole one is a partial sum (`sum_replicated_gradients`). Gradients of inputs are reduce-scattered over tokens
-    (`AllGatherTokens.backward`).
+    whole one is a partial sum (`sum_replicated_gradients`). Gradients of inputs are summed where the TPGroup gathers
+    its tokens.
     """
 
     tp_group: TPGroup
     rows: tuple[slice, ...] = ()
     columns: slice | None = None
-    is_row_parallel: bool = False  # the results of ranks are partial sums, which are reduce-scattered over tokens
+    is_row_parallel: bool = False  # the results of ranks are partial sums (TPGroup.sum_parts)
     local: dict[str, Tensor]  # this rank's parameters as plain tensors, set by hold_local_weights
 
     def forward(self, input: Tensor) -> Tensor:
@@ -228,7 +228,7 @@ def become(module: Any, kind: type[nn.Module], **attributes: Any) -> None:
 
 
 def shard_parameter(module: nn.Module, name: str, dim: int, tp_group: TPGroup) -> None:
-    """Replaces a parameter on the meta device by this rank's share of it along `dim`."""
+    """Replaces a parameter by this rank's share of it along `dim`."""
     full = getattr(module, name)
     share = tp_group.share(full.shape[dim])
     local = nn.Parameter(full.narrow(dim, share.start, share.stop - share.start).contiguous(), full.requires_grad)

@@ -1,15 +1,7 @@
 """Tensor parallel of anyone's module, by a plan in the words of transformers' `tp_plan`: what `shard_model` applies.
 
 Megatron-LM (Shoeybi et al., arXiv 1909.08053, section 3) without sequence parallel: outside of sharded layers each rank
-has all tokens and all features. A "colwise" linear and, after it, a "rowwise" one, on four ranks:
-
-              before     colwise                      between them       rowwise                         after
-    rank 0    all of x   rows 0, of its weight, W0    x W0, a quarter    columns 0, a partial sum        all_reduce: all
-    rank 1    all of x   W1                           x W1               columns 1, a partial sum        the same
-    rank 2    all of x   W2                           x W2               columns 2, a partial sum        the same
-    rank 3    all of x   W3                           x W3               columns 3, a partial sum        the same
-
-Backward all-reduces the gradient of what a "colwise" linear takes. Invariant: a parameter that is not sharded has its
+has all tokens and all features. Invariant: a parameter that is not sharded has its
 whole gradient on each rank, or, where the plan says replicated_with_grad_allreduce, a part of it: the first are
 averaged and the second summed once a step (`sum_replicated_gradients`), so ranks keep the same bits of both.
 """
@@ -36,8 +28,23 @@ from shardbook.parallel.tensor_linears import (
 from shardbook.recipe import RecipeError
 
 
+class WrongWidth(RecipeError):
+    """A plan that gives a layer another number of features than it takes."""
+
+
 class AllTokens(TPGroup):
-    """A TPGroup whose ranks have all tokens everywhere."""
+    """A TPGroup whose ranks have all tokens everywhere.
+
+    A "colwise" linear and, after it, a "rowwise" one, on four ranks:
+
+                  before     colwise             between them      rowwise                     after
+        rank 0    all of x   a quarter W0        x W0, a quarter   columns 0, a partial sum    all_reduce: all
+        rank 1    all of x   of its rows, W1     x W1              columns 1, a partial sum    the same
+        rank 2    all of x   W2                  x W2              columns 2, a partial sum    the same
+        rank 3    all of x   W3                  x W3              columns 3, a partial sum    the same
+
+    Backward all-reduces the gradient of what a "colwise" linear takes.
+    """
 
     def sum_parts(self, part: Tensor) -> Tensor:
         """Sums what each rank has a part of; backward passes the gradient on."""
@@ -76,23 +83,26 @@ def on_input(linear: nn.Linear, features: int, name: str, change: Callable[[Tens
     so many `features`."""
 
     def before(linear: nn.Module, inputs: Any, named: Any) -> Any:
-        given: Tensor = [*inputs, *named.values()][0]
-        if (width := given.shape[-1]) != features:
-            raise RecipeError(
+        features_in: Tensor = [*inputs, *named.values()][0]
+        if (width := features_in.shape[-1]) != features:
+            raise WrongWidth(
                 f"shard_model: {name} takes {features:,} features by tp_plan and was given {width:,}: what is before "
                 "it has a share of the features where it should have all, or all in place of a share"
             )
-        return (change(given),), {}
+        return (change(features_in),), {}
 
     linear.register_forward_pre_hook(before, with_kwargs=True)
 
 
 def shard_columns(linear: nn.Linear, tp_group: TPGroup, name: str) -> None:
+    """Keeps a rank's share of the rows: its output has its share of the features."""
     make_column_parallel(linear, tp_group)
     on_input(linear, linear.in_features, name, lambda full: SumGradients.apply(full, tp_group.group))
 
 
 def shard_columns_and_gather(linear: nn.Linear, tp_group: TPGroup, name: str) -> None:
+    """Keeps a rank's share of the rows: its output is gathered from all ranks."""
+
     def after(linear: nn.Module, inputs: Any, output: Tensor) -> Tensor:
         return GatherFeatures.apply(output, tp_group, features)
 
@@ -102,16 +112,19 @@ def shard_columns_and_gather(linear: nn.Linear, tp_group: TPGroup, name: str) ->
 
 
 def shard_rows(linear: nn.Linear, tp_group: TPGroup, name: str) -> None:
+    """Keeps a rank's share of the columns: it takes a share of the features, and outputs are summed over ranks."""
     make_row_parallel(linear, tp_group)
     on_input(linear, linear.in_features // tp_group.size, name, lambda part: part)
 
 
 def split_and_shard_rows(linear: nn.Linear, tp_group: TPGroup, name: str) -> None:
+    """Keeps a rank's share of the columns: it takes all features, and computes with its share of them."""
     make_row_parallel(linear, tp_group)
     on_input(linear, linear.in_features, name, lambda full: SplitFeatures.apply(full, tp_group))
 
 
 def shard_vocabulary(embedding: nn.Embedding, tp_group: TPGroup, name: str) -> None:
+    """Keeps a rank's share of the rows of an embedding."""
     make_vocabulary_parallel(embedding, ShardedEmbedding, tp_group)
 
 
@@ -147,15 +160,15 @@ def read_tp_plan(model: nn.Module, plan: Mapping[str, str] | None, size: int) ->
     setting = f"shard_model: parallel.tp_size = {size}"
     if size == 1 and plan is None:
         return {}
-    stated = plan if plan is not None else getattr(model, "tp_plan", None)
+    styles = plan if plan is not None else getattr(model, "tp_plan", None)
     way_out = f"say how each linear is sharded, as in tp_plan={EXAMPLE}"
-    if not isinstance(stated, Mapping) or not stated:
+    if not isinstance(styles, Mapping) or not styles:
         what = "the model states no plan of its own" if plan is None else f"tp_plan = {plan!r}: no words by names"
         raise RecipeError(f"{setting}: {what}; {way_out}")
     words: dict[str, str] = {}
     every = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    for pattern, word in stated.items():
+    for pattern, word in styles.items():
         if not isinstance(pattern, str) or not isinstance(word, str):
             raise RecipeError(f"{setting}: tp_plan[{pattern!r}] = {word!r}: a name and a word must be text")
         if word not in STYLES:
@@ -171,7 +184,7 @@ def read_tp_plan(model: nn.Module, plan: Mapping[str, str] | None, size: int) ->
                 raise RecipeError(f"{setting}: tp_plan says {words[name]!r} and {word!r} of {name}; say one")
             _check_module(setting, model, name, word, size)
     if not words:
-        which = f"{next(iter(stated))} and {len(stated) - 1} more"
+        which = f"{next(iter(styles))} and {len(styles) - 1} more"
         raise RecipeError(f"{setting}: the model's own plan names none of its modules ({which}); {way_out}")
     _check_tied(setting, model, words)
     return words if size > 1 else {}

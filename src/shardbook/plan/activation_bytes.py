@@ -108,15 +108,16 @@ def count_activation_bytes(layout: Layout, config: PreTrainedConfig, recipe: Rec
     if recipe.recomputes_logits:  # gradients are made in backward, of hidden states that are kept
         forward, backward = grad_hidden + chunk * outputs * (FP32 + cast), max(forward, backward)
         kept = grad_hidden
-    routed = sum(layout.balanced) * tokens  # logits, each with a copy and probabilities in fp32, until their backward
-    forward, kept = forward + routed * (itemsize + 2 * FP32), kept + routed * (itemsize + 2 * FP32)
+    # logits, which some families have in fp32, a copy and probabilities, until their backward
+    routed = sum(layout.balanced) * tokens * FP32
+    forward, kept = forward + 3 * routed, kept + 3 * routed
     return ActivationBytes(
         blocks=tuple(tuple(bytes_of[kinds[number], number in again] for number in run) for run in runs),
         offloaded=stream * (recipe.offload.activations != "none"),
         stream=stream,
         keeps_input=first.keeps_input,
         # the gradient of a router's logits is there from the loss on
-        before_blocks=int(around.before.of(*size)) + BATCH * tokens + routed * itemsize + tokens * bool(routed),
+        before_blocks=int(around.before.of(*size)) + BATCH * tokens + routed + tokens * bool(routed),
         loss=after + forward,
         loss_kept=after + kept,
         loss_backward=after + backward,

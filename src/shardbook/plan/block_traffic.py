@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 from shardbook.axes import TP
 from shardbook.data.loader import MicroBatch
 from shardbook.model.attention import head_size
+from shardbook.model.routers import BALANCE_NUMBERS
 from shardbook.parallel.context import own_heads, partition_heads
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.schedule import bubble, in_flight
@@ -24,8 +25,6 @@ LOSS_PART_BYTES = 3 * FP32  # of each trained token, by each rank: three numbers
 DISTILLED = (5 * FP32, FP32)  # the same beside a teacher: five numbers, and then one
 SEQUENCE_BYTES = FP32  # of each answer of a pair: its log-probability or score
 
-BALANCE_NUMBERS = 2  # beside the tokens of each expert: all tokens, and those that are trained
-
 Micros = Callable[[], Sequence[MicroBatch]]
 
 
@@ -34,7 +33,7 @@ def read_inside(
 ) -> list[BlockTraffic]:
     """Returns what the global `rank` sends along tp, cp and pp inside the passes of each micro-batch of the step that
     `micros_of` makes; None: rows are full, and every token but the first of each sequence is trained. Empty without tp,
-    cp and pp."""
+    cp, pp and routers that are balanced."""
     if layout.tp_size == layout.cp_size == layout.pipeline.ranks == 1 and not layout.balanced:
         return []
     if micros := micros_of() if micros_of else None:

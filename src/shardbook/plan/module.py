@@ -27,7 +27,7 @@ from shardbook.parallel.pass_monitor import tensors_in
 from shardbook.parallel.replicated import COPIED, map_tensors
 from shardbook.parallel.same_on_ranks import call_with
 from shardbook.parallel.sharding import ShardedModel, apply_stage
-from shardbook.parallel.tensor_plan import read_tp_plan
+from shardbook.parallel.tensor_plan import WrongWidth, read_tp_plan
 from shardbook.parallel.units import Unit
 from shardbook.plan.formulas import Resident, predict_resident, predict_traffic
 from shardbook.plan.measure_blocks import Unmeasured
@@ -80,6 +80,8 @@ class ModulePlan:
         ]
         for (op, axis), volume in self.traffic.items():
             lines.append(f"{op} along {axis}: {volume.payload_bytes / GB:.1f} GB in {volume.calls} calls")
+        if self.unmeasured and layout.tp_size > 1:
+            lines.append("what layers send along tp is not known")
         return "\n".join(lines)
 
 
@@ -290,6 +292,8 @@ def simulate(
                     ledger.open()
                 run_steps(live, sharded, few, lambda: given, lambda batch: loss(model, batch))
             del state
+    except WrongWidth:
+        raise
     except Exception as error:
         raise_if_ours(error)
         place = live.moment[2] if live else ""

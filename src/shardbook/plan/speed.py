@@ -161,7 +161,8 @@ def inside_seconds(layout: Layout, config: PreTrainedConfig, recipe: Recipe, clu
     events = (event for each in passes for event in each.events if event.what in ("compute", "exchange"))
     sent, seconds = count_traffic(events), 0.0
     for (_, axis), moved in sent.items():
-        ring = cluster.ring_seconds(moved.payload_bytes / moved.calls, groups[axis if axis == TP else CP])
+        ranks = groups[TP if axis == TP else CP] if axis in (TP, layout.context_axis) else range(layout.world_size)
+        ring = cluster.ring_seconds(moved.payload_bytes / moved.calls, [*ranks])
         seconds += len(inside) / len(few) * moved.calls * ring
     if layout.tp_size > 1:
         seconds += 2 * cluster.ring_seconds(layout.replicated_numel * layout.dtype("master").itemsize, groups[TP])
@@ -181,12 +182,14 @@ def offload_seconds(layout: Layout, cluster: Cluster, micros: int, forward: floa
     not hide, and the time by which transfers are longer than all computing."""
     if not layout.steps_on_host:
         return 0.0
-    moves, numel = count_moves(layout, 0, micros), sum(unit.numel for unit in layout.units) / layout.shards
+    moves, numel = dict(count_moves(layout, 0, micros)), sum(unit.numel for unit in layout.units) / layout.shards
+    summed = moves.pop("sum", Counter[str]())  # of gradients, between backward and the step
     moved, paged = sum(moves.values(), Counter[str]()), moves["fetch"]["disk_read"]
     host = cluster.step_seconds(numel, moved["disk_read"] - paged, moved["disk_written"])
     rate = PCIE_SHARE * cluster.gpu.pcie
     transfers = max(moved["to_host"] / rate, moved["to_device"] / rate, cluster.a_node * paged / cluster.gpu.disk)
-    return max(0.0, host - forward) + max(0.0, transfers - micros * (forward + backward))
+    waits = max(0.0, host - forward) + max(0.0, transfers - micros * (forward + backward))
+    return waits + (summed["to_host"] + summed["to_device"]) / rate
 
 
 def model_flops(recipe: Recipe, flops: Flops, document_tokens: float) -> float:
