@@ -597,7 +597,7 @@ def test_a_wrong_plan_is_refused_before_a_process_group(name):
 def test_a_plan_of_a_step_refuses_what_the_first_step_would():
     plan = plan_of(**{"layers.*.up": ""})
     model, given = mine(), {"batch": row_of(0, 0, 0), "gpus": 2, "loss": loss_of, "stage": Parallel(tp_size=2)}
-    with pytest.raises(RecipeError, match="layers.0.down takes 12 features by tp_plan and was given 24"):
+    with pytest.raises(RecipeError, match=r"layers\.0\.down takes 12 features by tp_plan and was given 24"):
         plan_module(model, blocks=model.layers, tp_plan=plan, **given)
 
 

@@ -205,9 +205,8 @@ def check_room(offload: Offload, sizes: Sequence[dict[str, int]]) -> None:
     needed = sum((Counter(each) for each in sizes), Counter[str]())
     free = available_memory() * (1 - RESERVE)
     if needed["host"] > free:
-        further = (
-            "set offload.optimizer to nvme (and offload.path)" if offload.optimizer == "cpu" else "start more ranks"
-        )
+        to_disk = "set offload.optimizer to nvme (and offload.path)"
+        further = to_disk if offload.optimizer == "cpu" else "start more ranks"
         raise RecipeError(
             f"offload.optimizer = {offload.optimizer!r}: {needed['host'] / GB:.1f} GB of this machine's memory are "
             f"needed for {len(sizes)} ranks and {free / GB:.1f} can be had; {further}"

@@ -196,5 +196,4 @@ def build_pipeline_links(model: Any, layout: Layout, mesh: DeviceMesh) -> Pipeli
     facts = layout.token_parts, model.config.hidden_size, layout.dtype("params")
     named = model.named_parameters() if ends else ()
     tied_name = "".join(name for name, parameter in named if parameter is model.embedding.weight)
-    groups = mesh.get_group(PP), ends, to, by
-    return PipelineLinks(pipeline, *facts, *groups, stream, tied_name, mesh.device_type)
+    return PipelineLinks(pipeline, *facts, mesh.get_group(PP), ends, to, by, stream, tied_name, mesh.device_type)
