@@ -461,6 +461,7 @@ class Machine:
                 held = SimpleNamespace(clock=dict(party.clock), tensors=touched, party=party, name=name, done=False)
                 held.of_device = not party.name.startswith("communicator of the host")
                 held.work, held.real_wait = work if name == "recv" else None, self.real_wait
+                held.lock = threading.Lock()
                 self.works[id(work)] = held
                 held.watch = weakref.ref(work, partial(self.drop, id(work)))
             return work
@@ -492,23 +493,29 @@ class Machine:
     def drain(self) -> None:
         """A launch may wait for the device (a kernel's first load, the allocator's retry), and a receive that was asked
         for before spins there until its message comes."""
-        for held in [held for held in list(self.works.values()) if held.work is not None and not held.done]:
-            try:
-                with outside():
-                    held.real_wait(held.work, timedelta(seconds=CONNECT_SECONDS))
-            except RuntimeError as error:
-                raise RuleBroken(
-                    f"a launch waits for a receive that was asked for before it: deadlock ({error})"
-                ) from None
-            held.done = True
+        for held in [held for held in list(self.works.values()) if held.work is not None]:
+            with held.lock:  # gloo lets one thread alone wait for a receive
+                if held.done:
+                    continue
+                try:
+                    with outside():
+                        held.real_wait(held.work, timedelta(seconds=CONNECT_SECONDS))
+                except RuntimeError as error:
+                    raise RuleBroken(
+                        f"a launch waits for a receive that was asked for before it: deadlock ({error})"
+                    ) from None
+                held.done = True
 
     def waited(self, real):
         @wraps(real)
         def wait(work, *args):
             held, done = self.works.pop(id(work), None), True
-            if held is None or not held.done:
-                with outside():  # gloo copies on the host
-                    done = real(work, *args)
+            with held.lock if held else contextlib.nullcontext():
+                if held is None or not held.done:
+                    with outside():  # gloo copies on the host
+                        done = real(work, *args)
+                if held is not None:
+                    held.done = True
             if held is not None:
                 joined((self.stream() if held.of_device else self.host).clock, held.clock)
             return done
