@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import assert_parity, relative_error, whole
+from cases import TOLERANCE, assert_parity, relative_error, whole
 from planted import replace
 from reference import EPS, Result, descend
 from tiny import config
@@ -91,6 +91,10 @@ CASES = {
 }
 
 
+# one plain process in fp32 is 8.6e-7 from one in fp64, where the others are 2.5e-7 to 4.5e-7
+ROUNDING = {"another family's": 2e-6}
+
+
 def blocks_of(model):
     return model.layers if hasattr(model, "layers") else model.model.layers
 
@@ -102,7 +106,7 @@ def row_of(step, rank, micro):
 def loss_of(model, ids, labels=None):
     """Summed loss of a row's predictions."""
     output = model(input_ids=ids)
-    logits = getattr(output, "logits", output)[0, :-1].float()
+    logits = getattr(output, "logits", output)[0, :-1]
     return nn.functional.cross_entropy(logits, (ids if labels is None else labels)[0, 1:], reduction="sum")
 
 
@@ -161,7 +165,7 @@ def train_all(names, folder, data_ranks):
 
 @cache
 def expected_of(name, data_ranks):
-    model = CASES[name][1]()
+    model = CASES[name][1]().double()  # two roundings, the reference's and ours, would reach the bound between them
 
     def loss(step):
         parts = [loss_of(model, row_of(step, rank, micro)) for rank in range(data_ranks) for micro in range(MICROS)]
@@ -205,7 +209,8 @@ def test_a_plan_computes_what_one_process_does(name, trained):
     step = planned(name, 4)
     sent_in_layers = {key: volume for key, volume in step.traffic.items() if key[1] == "tp"}
     for rank, results in enumerate(ranks):
-        assert_parity(torch.load(folder / f"{name}.{rank}", weights_only=False), expected_of(name, 2))
+        got = torch.load(folder / f"{name}.{rank}", weights_only=False)
+        assert_parity(got, expected_of(name, 2), ROUNDING.get(name, TOLERANCE))
         traffic, predicted, numel = results[name]
         assert traffic == predicted | sent_in_layers, rank
         assert 4 * numel <= step.resident.params_bytes  # of the first rank, which has the most of what is uneven
@@ -494,9 +499,7 @@ def use_oddly(folder):
 def test_odd_modules_and_loops(tmp_path):
     """A loop that calls every micro-batch the last one too, and a token that no rank has."""
     assert max(run_world(2, use_oddly, tmp_path)) < 1e-6
-    assert_parity(
-        torch.load(tmp_path / "norms of heads.0", weights_only=False), expected_of("norms of heads", 1), tolerance=2e-6
-    )
+    assert_parity(torch.load(tmp_path / "norms of heads.0", weights_only=False), expected_of("norms of heads", 1))
 
 
 class Scaled(nn.Embedding):
