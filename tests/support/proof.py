@@ -253,7 +253,8 @@ def memory(recipe: Path, tiny: Path) -> str:
             assert measured == predicted
             count = sum(weight.numel() for weight in outcome.result.weights.values())
             theirs = paper_resident(find_stage(case.stage), count, case.shards)
-            lines.append([f"`{case.layout}`", *(f"{p:,} / {m:,}" for p, m in zip(predicted, measured, strict=True))])
+            kinds = [f"memory/{kind}_bytes" for kind in ("params", "grads", "optimizer")]
+            lines.append([f"`{case.layout}`", *(f"{predicted[kind]:,} / {measured[kind]:,}" for kind in kinds)])
             lines[-1].append(f"{theirs.total_bytes:,.0f}")
     return f"""## Memory: predicted and measured
 
