@@ -1,8 +1,8 @@
-"""What must be alike in a loop of one's own: on all ranks the weights that a model begins with; before and after it is
-sharded what it computes of an example; and along tp inputs and gradients.
+"""Checks of what must be alike in a loop of one's own: each compares ranks, or the time before and after sharding.
 
-Invariant: what is wrong is an error on every rank, before an optimizer's step. Of gradients small differences are
-rounding, where a device's kernels add in no fixed order.
+All ranks begin with the same weights; a model computes of an example what it computed before it was sharded; ranks
+along tp have the same inputs and gradients. Invariant: what is wrong is an error on every rank, before an optimizer's
+step. Of gradients small differences are rounding, where a device's kernels add in no fixed order.
 """
 
 import zlib
