@@ -116,14 +116,17 @@ def copy_axes(tensor: Tensor, sizes: dict[str, int]) -> tuple[str, ...]:
 
 
 def assign_writes(
-    held: Iterable[tuple[str, Tensor, int]], sizes: dict[str, int], rank: int, tied: AbstractSet[str] = frozenset()
+    held: Iterable[tuple[str, Tensor, int]],
+    meshes: Sequence[dict[str, int]],
+    rank: int,
+    tied: AbstractSet[str] = frozenset(),
 ) -> tuple[set[str], int]:
     """Returns the names of the tensors whose part this rank writes, and the bytes of those of which it has the first
     copy: summed over ranks these are the bytes that must be written. (Of replicas one is saved: what a save plan of
     torch's distributed checkpoints calls deduplication.)
 
     `held`: name, tensor and bytes of its part of each tensor, in an order that is the same on all ranks with that part.
-    `sizes`: of the layout's axes. `tied`: names of tensors that the first and the last pipeline stage have. Among the
+    `meshes`: the sizes of the axes of each mesh over all ranks on which tensors lie. `tied`: names of tensors that the first and the last pipeline stage have. Among the
     tensors of which the same ranks have copies, each is written by the rank that has the fewest bytes by then:
 
                        dp_replicate 0       dp_replicate 1       dp_replicate 2
@@ -132,15 +135,17 @@ def assign_writes(
         v (4 bytes)    has a copy           has a copy           writes
         b (1 byte)     has a copy           writes               has a copy
     """
-    loads, writes, first_bytes = dict[tuple[tuple[str, ...], bool], list[int]](), set[str](), 0
+    loads, writes, first_bytes = dict[tuple[int, tuple[str, ...], bool], list[int]](), set[str](), 0
     for name, tensor, size in held:
+        names = (tensor.device_mesh.mesh_dim_names or ()) if isinstance(tensor, DTensor) else ()
+        mesh_number, sizes = next((number, each) for number, each in enumerate(meshes) if {*names} <= each.keys())
         axes, is_tied = copy_axes(tensor, sizes), name in tied
         # the last stage before the first, which has more layers where they do not divide
         number = int(is_tied and rank_along(sizes, PP, rank) == 0)
         for axis in axes:
             number = number * sizes[axis] + rank_along(sizes, axis, rank)
         copies = prod(sizes[axis] for axis in axes) * (1 + is_tied)
-        load = loads.setdefault((axes, is_tied), [0] * copies)
+        load = loads.setdefault((mesh_number, axes, is_tied), [0] * copies)
         writer = load.index(min(load))
         load[writer] += size
         if writer == number and size:

@@ -81,7 +81,7 @@ def read_plain(folder: Path, into: bytearray) -> None:
 
 def list_items(tensors: dict[str, torch.Tensor]) -> Items:
     held = [(name, tensor, nbytes_of(tensor)) for name, tensor in tensors.items()]
-    names, _ = assign_writes(held, {"dp_replicate": 1, "dp_shard": 1}, 0)
+    names, _ = assign_writes(held, [{"dp_replicate": 1, "dp_shard": 1}], 0)
     return [to_item(name, tensor) for name, tensor in tensors.items() if name in names]
 
 

@@ -135,7 +135,7 @@ def count_items(shapes: dict[str, torch.Size], world: int) -> None:
         tensors = state_of(shapes, mesh)
         with Cpu() as cpu:
             held = [(name, tensor, nbytes_of(tensor)) for name, tensor in tensors.items()]
-            names, _ = assign_writes(held, {DP_REPLICATE: 1, DP_SHARD: world}, number)
+            names, _ = assign_writes(held, [{DP_REPLICATE: 1, DP_SHARD: world}], number)
             items.append(len([to_item(name, tensor) for name, tensor in tensors.items() if name in names]))
         seconds.append(cpu.seconds)
     print(f"| {world} | {len(tensors):,} | {max(items):,} | {sum(seconds) / world:.2f} |", flush=True)

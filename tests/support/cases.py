@@ -256,7 +256,7 @@ def run_case(settings, recipe: Path, ranks, case: Case) -> Outcome:
     first = {"pp": case.pp} if case.pp > 1 else {}
     assert layout.mesh == first | {"dp_replicate": case.replicas, "dp_shard": case.shards} | beside
     coordinates = tuple(seen["mesh"].get_local_rank(axis) for axis in layout.sizes if axis != "pp")
-    coordinates = (*coordinates, ranks.rank * case.pp // case.world)
+    coordinates = (*coordinates, ranks.rank % layout.ep_size, ranks.rank * case.pp // case.world)
     kept = asdict(predict_resident(layout, ranks.rank, settings.optim.name))
     if settings.offload.optimizer != "none":
         kept |= {f"{where}_bytes": size for where, size in offloaded_bytes(layout, ranks.rank).items()}
@@ -269,7 +269,7 @@ def run_case(settings, recipe: Path, ranks, case: Case) -> Outcome:
     for p in model.parameters():
         own = (p.to_local() if isinstance(p, DTensor) else p).detach().cpu().flatten().view(torch.uint8)
         digest.update(own.numpy().tobytes())
-        if not (isinstance(p, DTensor) and "tp" in p.device_mesh.mesh_dim_names):
+        if not (isinstance(p, DTensor) and {"tp", "ep"} & {*p.device_mesh.mesh_dim_names}):
             uncut.update(own.numpy().tobytes())
     result = None
     if ranks.is_main:

@@ -3,7 +3,9 @@ the plan lists them."""
 
 import contextlib
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -20,7 +22,8 @@ class Record:
     """What happens while the ledger is open."""
 
     events: list[Happened] = field(default_factory=list)
-    listed: dict[str, list[Happened]] = field(default_factory=dict)  # by the plan
+    plan: Callable[[list[int]], dict[str, list[Happened]]] | None = None  # what it lists, given the rows of experts
+    received: list[int] = field(default_factory=list)
     layout: Any = None
     is_open: bool = False
 
@@ -61,25 +64,35 @@ class Record:
     def follow(self, rank: int):
         """Notes the first step of a run, and what its plan lists of the global `rank`."""
         from shardbook.comm.ledger import Ledger
+        from shardbook.parallel.sharding import ShardedModel
         from shardbook.run.job_summary import describe_job
 
         def describe(job: Any) -> list[Any]:
-            self.layout, self.listed = job.layout, planned(job, rank)
+            self.layout = job.layout
+            self.plan = partial(planned, job, rank, job.loader.step_at(job.loader.consumed_rows))
             return []
 
+        def take_routing(sharded: Any) -> list[int]:
+            self.received = real_routing(sharded)
+            return self.received
+
+        real_routing = ShardedModel.take_routing
         spies = {describe_job: describe, Ledger: self.ledger(Ledger)}
         for real, spy in spies.items():
             replace(real, spy)
+        ShardedModel.take_routing = take_routing
         try:
             with self.watch():
                 yield self
         finally:
+            ShardedModel.take_routing = real_routing
             for real, spy in spies.items():
                 replace(spy, real)
 
     def differences(self) -> dict[str, str]:
         """Where what happened parts from the plan's list, and from one with a mistake, by its name."""
-        return {name: first_difference(self.events, listed) for name, listed in self.listed.items()}
+        assert self.plan, "no run was described"
+        return {name: first_difference(self.events, listed) for name, listed in self.plan(self.received).items()}
 
     @contextlib.contextmanager
     def watch(self):
@@ -116,13 +129,13 @@ class Record:
             FSDPParamGroup.reshard, HostAdamW.gather, HostAdamW.receive, HostAdamW.step = real
 
 
-def planned(job: Any, rank: int) -> dict[str, list[Happened]]:
+def planned(job: Any, rank: int, micros: list[Any], received: list[int]) -> dict[str, list[Happened]]:
     """The same by the plan, under no name; and as it would be with a mistake, by name."""
     from shardbook.plan.block_traffic import read_inside
     from shardbook.plan.events import step_events
 
     layout, recipe = job.layout, job.recipe
-    inside = read_inside(layout, job.config, recipe, rank, job.loader.peek)
+    inside = read_inside(layout, job.config, recipe, rank, lambda: micros, received)
     words = recipe.train.gradient_accumulation_steps, recipe.optim.name, recipe.forwards_per_micro, rank, inside
     deeper = layout.parallel.model_copy(update={"backward_prefetch": layout.backward_prefetch + 1})
     layouts = {
@@ -142,7 +155,7 @@ def _as_it_happens(layout: Any, events: Any) -> list[Happened]:
     for what, unit, sends in events:
         if what in ("fetch", "arrive", "update") or (what == "free" and not layout.is_replicated):
             found.append((what, numbers[unit]))
-        found += [send for send in sends if send[2]]
+        found += [send for send in sends if send[2] or send[0] == "all_to_all"]
     return found
 
 

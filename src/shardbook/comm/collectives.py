@@ -1,5 +1,5 @@
 """The two collectives that torch 2.13 has renamed, by one name each; both over a batch's tokens, each as the other
-one's backward; and sums over ranks: in forward, in backward, and of what may lie on the host.
+one's backward; all-to-alls of rows; and sums over ranks: in forward, in backward, and of what may lie on the host.
 
 Invariant: torch's function is looked up at each call, since the ledger replaces it while it is open.
 """
@@ -80,6 +80,31 @@ class ReduceScatterTokens(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         return all_gather_tokens(grad_output, ctx.ranks).view(ctx.shape), None
+
+
+class AllToAll(torch.autograd.Function):
+    """An all-to-all of rows `sent` [sum of `input_splits`, ...] into [sum of `output_splits`, ...]: splits count the
+    rows that are sent to, and received from, each rank. Backward sends gradients the other way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, sent: Tensor, input_splits: list[int], output_splits: list[int], ranks: RanksOfTokens
+    ) -> Tensor:
+        ctx.input_splits, ctx.output_splits, ctx.ranks = input_splits, output_splits, ranks
+        return all_to_all(sent, input_splits, output_splits, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        return all_to_all(grad_output, ctx.output_splits, ctx.input_splits, ctx.ranks), None, None, None
+
+
+def all_to_all(sent: Tensor, input_splits: list[int], output_splits: list[int], ranks: RanksOfTokens) -> Tensor:
+    """Sends rows as `AllToAll` does, without autograd. Collective."""
+    assert ranks.process_group is not None, "there is no mesh yet"
+    received = sent.new_empty(1, sum(output_splits), *sent.shape[1:])
+    dist.all_to_all_single(received[0], sent.contiguous(), output_splits, input_splits, group=ranks.process_group)
+    # a view: torch 2.11's compiler loses the gradient of the very tensor that was written
+    return received.view(received.shape[1:])
 
 
 def all_reduced(part: Tensor, group: dist.ProcessGroup) -> Tensor:

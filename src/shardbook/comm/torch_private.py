@@ -22,7 +22,7 @@ try:
     from torch import _foreach_mul_, _foreach_norm
     from torch._C import _current_graph_task_id, _distributed_c10d
     from torch._C._distributed_c10d import FakeProcessGroup
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.cuda.memory import _dump_snapshot, _record_memory_history
     from torch.distributed._composable_state import _module_state_mapping
     from torch.distributed.distributed_c10d import _world
@@ -240,6 +240,11 @@ def fake_tensors() -> Any:
     """Returns a context in which tensors have shapes and no memory, and may be mixed with real ones. Meta tensors will
     not do: they have no device of their own, and all their storages are empty."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Returns whether `tensor` has numbers that can be read. No public name tells a fake tensor."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def storages_in(result: Any) -> Iterator[tuple[int, Any]]:

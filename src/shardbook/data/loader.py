@@ -158,10 +158,6 @@ class Loader:
         start = consumed_rows + (micro * batching.dp_size + batching.dp_rank) * batching.batch_size
         return start, [self.row_at(index) for index in range(start, start + batching.batch_size)]
 
-    def peek(self) -> list[MicroBatch]:
-        """Returns this rank's micro-batches of the next step."""
-        return self.step_at(self.consumed_rows)
-
     def state_dict(self) -> dict[str, Any]:
         rows, digest = len(self.documents.rows), self.documents.digest
         place = {"consumed_rows": self.consumed_rows, "rows_per_step": self.rows_per_step}

@@ -1,8 +1,8 @@
 """Experts: parameters that a family stacks, a matrix an expert, become the rows of one matrix.
 
 Invariant: the family's own code sees its shapes [E, out, in]; all else sees [E * out, in]. Shards then are rows, as of
-any matrix, and nothing is padded where there are more ranks than experts. A stage shards experts as it shards all else:
-there is no expert parallel (`ep_size`), so no all-to-all dispatches tokens to the ranks of their experts.
+any matrix, and nothing is padded where there are more ranks than experts. A stage shards experts as it shards all else;
+parallel/experts.py gives each rank some of them.
 """
 
 from collections.abc import Iterable
@@ -54,7 +54,7 @@ def _viewed(family: Any, shapes: tuple[tuple[str, torch.Size], ...]) -> Any:
         def get(module: nn.Module) -> Tensor:
             parameter: Any = slots_of(module)[name]
             # fully_shard looks up its own shard by this name; a forward meets gathered parameters
-            return parameter if isinstance(parameter, DTensor) else parameter.view(shape)
+            return parameter if isinstance(parameter, DTensor) else parameter.view(-1, *shape[1:])
 
         return property(get)
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardbook.axes import CP, ranks_along
+from shardbook.comm.collectives import AllToAll
 from shardbook.model.attention import KERNELS, Attend, heads_of, kernel_of, use_attention
 from shardbook.model.causal_lm import CausalLM
 from shardbook.parallel.layout import Layout
@@ -66,7 +67,7 @@ class CPGroup:
         local_counts = [self.heads[self.cp_rank], counts[self.cp_rank], counts[self.cp_rank]]
         input_splits = [sum(part.numel() for part in each) for each in zip(*parts, strict=True)]
         sent = torch.cat([torch.cat(each, 2).flatten() for each in zip(*parts, strict=True)])
-        got = _AllToAll.apply(sent, input_splits, [input_splits[self.cp_rank]] * self.size, self)
+        got = AllToAll.apply(sent, input_splits, [input_splits[self.cp_rank]] * self.size, self)
         got = got.view(self.size, shape[0], shape[2], sum(local_counts), shape[3]).transpose(0, 1).flatten(1, 2)
         return [part.transpose(1, 2) for part in got.split(local_counts, 2)]
 
@@ -76,7 +77,7 @@ class CPGroup:
         each = rows * length // self.size * dim
         sent = output.view(rows, self.size, -1, local_heads, dim).transpose(0, 1).flatten()
         output_splits = [each * heads for heads in self.heads]
-        got = _AllToAll.apply(sent, [each * local_heads] * self.size, output_splits, self)
+        got = AllToAll.apply(sent, [each * local_heads] * self.size, output_splits, self)
         return torch.cat([part.view(rows, length // self.size, -1, dim) for part in got.split(output_splits)], 2)
 
 
@@ -85,27 +86,6 @@ def pick_heads(full: Tensor, heads: list[int]) -> Tensor:
     if heads == list(range(full.shape[1])):
         return full
     return torch.cat([full[:, head : head + 1] for head in heads], 1)
-
-
-class _AllToAll(torch.autograd.Function):
-    """An all-to-all of a flat [sum of `input_splits`] into a flat [sum of `output_splits`], which count the elements
-    that are sent to, and received from, each rank. Backward sends gradients the other way."""
-
-    @staticmethod
-    def forward(ctx: Any, sent: Tensor, input_splits: list[int], output_splits: list[int], cp_group: CPGroup) -> Tensor:
-        ctx.input_splits, ctx.output_splits, ctx.cp_group = input_splits, output_splits, cp_group
-        return all_to_all(sent, input_splits, output_splits, cp_group)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> Any:
-        return all_to_all(grad_output, ctx.output_splits, ctx.input_splits, ctx.cp_group), None, None, None
-
-
-def all_to_all(sent: Tensor, input_splits: list[int], output_splits: list[int], cp_group: CPGroup) -> Tensor:
-    assert cp_group.process_group is not None, "there is no mesh yet"
-    received = sent.new_empty(1, sum(output_splits))
-    dist.all_to_all_single(received[0], sent.contiguous(), output_splits, input_splits, group=cp_group.process_group)
-    return received.view(-1)  # a view: torch 2.11's compiler loses the gradient of the very tensor that was written
 
 
 class AttendBySlices(Attend):

@@ -20,6 +20,8 @@ from shardbook.axes import (
     DATA_AXES,
     DP_REPLICATE,
     DP_SHARD,
+    EP,
+    OF_EXPERTS,
     PP,
     PP_BACKWARD,
     PP_ENDS,
@@ -33,7 +35,7 @@ from shardbook.comm.zeropp_collectives import ZeroppSwitches
 from shardbook.model.dtypes import DTYPES
 from shardbook.model.marks import NOT_STORED
 from shardbook.model.weights import file_shapes
-from shardbook.parallel.mesh import DataRank, axis_groups, fold_sizes, resolve_sizes, unfold_sizes
+from shardbook.parallel.mesh import DataRank, axis_groups, expert_sizes, fold_sizes, resolve_sizes, unfold_sizes
 from shardbook.parallel.schedule import Pipeline
 from shardbook.parallel.units import Placement, Unit, backward_order, choose_units, place_whole
 from shardbook.parallel.zeropp import read_switches
@@ -70,6 +72,7 @@ class Layout:
     chunk_units: tuple[int, ...] = ()  # the number of units in each chunk of layers; empty: there is one chunk
     # of every parameter of the whole model by its name, in order, also of those on other ranks
     placements: dict[str, Placement] = field(default_factory=dict)
+    experts: int = 0  # of each block that has some, where ranks along ep share them
     balanced: tuple[int, ...] = ()  # the experts of each router whose choices an auxiliary loss balances
 
     @property
@@ -108,6 +111,35 @@ class Layout:
         (tensor.py). Units have the shapes of this rank's parts."""
         return self.sizes.get(TP, 1)
 
+    @property
+    def ep_size(self) -> int:
+        """The expert-parallel size: the number of ranks that share the experts of each block (experts.py). Units of
+        experts have the shapes of this rank's."""
+        return self.parallel.ep_size
+
+    @cached_property
+    def meshes(self) -> list[dict[str, int]]:
+        """The sizes of every mesh over this layout's ranks on which parameters lie; under ep the last one is that of
+        experts, with the rest of dp_replicate and dp_shard, and ep."""
+        return [self.sizes] + [expert_sizes(self.sizes, self.stage.shards, self.ep_size)] * (self.ep_size > 1)
+
+    def sizes_of(self, unit: Unit) -> dict[str, int]:
+        """Returns the sizes of the axes on which `unit` lies."""
+        return self.meshes[-1 if unit.is_experts else 0]
+
+    def shards_of(self, unit: Unit) -> int:
+        """Returns the number of ranks that shard `unit`: under ep what one rank has of its experts."""
+        return self.sizes_of(unit)[DP_SHARD]
+
+    def replicas_of(self, unit: Unit) -> int:
+        return self.sizes_of(unit)[DP_REPLICATE]
+
+    def counted_axis(self, unit: Unit, axis: str) -> str:
+        """Returns the axis under which traffic of `unit` along `axis` is counted: the first that joins these ranks."""
+        groups = self.groups(0)
+        ranks = groups[OF_EXPERTS[axis] if unit.is_experts else axis]
+        return next(name for name, others in groups.items() if others == ranks)
+
     def share_of(self, count: int) -> int:
         """Returns the most that a rank has of `count` rows of a head, or heads of keys, which ranks share."""
         return ceil_div(count, self.tp_size)
@@ -115,7 +147,7 @@ class Layout:
     @property
     def block_sizes(self) -> dict[str, int]:
         """Returns the sizes, by their keys in a recipe, of the axes along which ranks share blocks."""
-        return {"tp_size": self.tp_size, "cp_size": self.cp_size}
+        return {"tp_size": self.tp_size, "cp_size": self.cp_size, "ep_size": self.ep_size}
 
     @property
     def steady_micros(self) -> int:
@@ -155,7 +187,7 @@ class Layout:
     @property
     def is_replicated(self) -> bool:
         """Returns whether each rank holds all parameters on its device (replicated.py): no gather, no offload."""
-        return self.shards == 1 and self.tp_size == 1 and not self.steps_on_host
+        return self.shards == self.tp_size == self.ep_size == 1 and not self.steps_on_host
 
     @cached_property
     def cache(self) -> dict[Any, Any]:
@@ -265,6 +297,8 @@ class Layout:
         """Returns the ranks that `rank` talks to along each axis."""
         groups = axis_groups(self.sizes, rank, self.switches.inside)
         groups |= {CP: ranks_along(self.mesh, CP, rank)} if self.cp_size > 1 else {}
+        if self.ep_size > 1:
+            groups |= {name: ranks_along(self.meshes[-1], axis, rank) for axis, name in OF_EXPERTS.items()}
         return groups | (pipeline_groups(groups[PP], rank) if PP in groups else {})
 
 

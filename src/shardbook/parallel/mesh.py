@@ -8,7 +8,7 @@ the axis that parameters lie on, as ZeRO++'s nodes are. `fold_sizes` returns the
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardbook.axes import ACROSS, CP, DATA_AXES, DP_REPLICATE, DP_SHARD, INSIDE, PP, TP, ranks_along
+from shardbook.axes import ACROSS, CP, DATA_AXES, DP_REPLICATE, DP_SHARD, EP, INSIDE, PP, TP, ranks_along
 from shardbook.recipe import Parallel, RecipeError
 
 if TYPE_CHECKING:  # a launcher resolves sizes, and starts its ranks before it would have imported torch
@@ -85,6 +85,17 @@ def unfold_sizes(sizes: dict[str, int], shards: bool, context: int) -> dict[str,
     return {axis: every[axis] for axis in (PP, *DATA_AXES, CP, TP) if axis in every}
 
 
+def expert_sizes(sizes: dict[str, int], shards: bool, ep_size: int) -> dict[str, int]:
+    """Returns the sizes of the axes on which experts lie, over the same ranks as `sizes`: ep is the innermost part of
+    dp_shard or, where the stage does not shard (`shards`), of dp_replicate; dp_shard and dp_replicate are the rest.
+    Raises RecipeError where `ep_size` does not divide that axis."""
+    split = DP_SHARD if shards else DP_REPLICATE
+    if sizes[split] % ep_size:
+        fits = ", ".join(str(size) for size in range(1, sizes[split] + 1) if sizes[split] % size == 0)
+        raise RecipeError(f"parallel.ep_size = {ep_size}: does not divide the {sizes[split]} ranks of {split}; it may be {fits}")
+    return sizes | {split: sizes[split] // ep_size, EP: ep_size}
+
+
 def describe_sizes(sizes: dict[str, int]) -> str:
     """Returns `sizes` in words, such as `dp_replicate 2 x dp_shard 4`."""
     return " x ".join(f"{axis} {size}" for axis, size in sizes.items())
@@ -106,11 +117,14 @@ def build_mesh(sizes: dict[str, int], device_type: str) -> "DeviceMesh":
 
 def build_node_mesh(mesh: "DeviceMesh", inside: int) -> "DeviceMesh":
     """Returns `mesh` with dp_shard split into nodes of `inside` ranks."""
-    sizes = split_sizes(axis_sizes(mesh), inside)
-    ranks = mesh.mesh.view(tuple(sizes.values()))
+    return regroup_mesh(mesh, split_sizes(axis_sizes(mesh), inside))
+
+
+def regroup_mesh(mesh: "DeviceMesh", sizes: dict[str, int]) -> "DeviceMesh":
+    """Returns a mesh over the ranks of `mesh`, in their order, with the axes of `sizes`. Collective."""
     from torch.distributed.device_mesh import DeviceMesh
 
-    return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=tuple(sizes))
+    return DeviceMesh(mesh.device_type, mesh.mesh.view(tuple(sizes.values())), mesh_dim_names=tuple(sizes))
 
 
 def split_sizes(sizes: dict[str, int], inside: int) -> dict[str, int]:

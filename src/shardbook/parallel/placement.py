@@ -21,6 +21,7 @@ from shardbook.model.selfcheck import check_family, freeze
 from shardbook.model.shrink import keep_layers
 from shardbook.model.teacher import attach_teacher
 from shardbook.parallel.context import apply_context_parallel
+from shardbook.parallel.experts import apply_expert_parallel, expert_parameters, find_experts
 from shardbook.parallel.layout import Layout, build_layout
 from shardbook.parallel.pipeline import apply_pipeline_parallel
 from shardbook.parallel.schedule import Pipeline
@@ -130,7 +131,8 @@ def layout_of(recipe: Recipe, local: LocalModel, world: World, chosen: dict[Any,
     beside = teacher.config if teacher else None
     layout = build_layout(*given, recipe.offload, chosen, *split, beside)
     balanced = count_choices(model.base, model.config) if recipe.train.router_aux_loss_coef else ()
-    return replace(layout, balanced=balanced)
+    experts = max((module.num_experts for module in find_experts(model)), default=0)
+    return replace(layout, balanced=balanced, experts=experts)
 
 
 def build_local(
@@ -166,6 +168,7 @@ def build_local(
         if part is not None:
             apply_tensor_parallel(part, recipe.parallel.tp_size, rank)
             apply_context_parallel(part, recipe.parallel, rank)
-    placements = note_shards(placements, model)
+    apply_expert_parallel(model, recipe.parallel.ep_size, rank)
+    placements = note_shards(placements, model, expert_parameters(model))
     pipeline, chunks = apply_pipeline_parallel(model, recipe.parallel, rank, world_size)
     return LocalModel(model, pipeline, chunks, placements, flops)

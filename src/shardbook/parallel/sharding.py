@@ -23,8 +23,9 @@ from shardbook.comm.zeropp_collectives import QuantizedAllGather, QuantizedReduc
 from shardbook.local_tensors import local_part
 from shardbook.parallel.byte_gather import gather_bytes
 from shardbook.parallel.context import set_cp_group
+from shardbook.parallel.experts import EPGroup, find_experts, place_experts
 from shardbook.parallel.layout import Layout
-from shardbook.parallel.mesh import build_node_mesh
+from shardbook.parallel.mesh import build_node_mesh, regroup_mesh
 from shardbook.parallel.pass_monitor import PassMonitor
 from shardbook.parallel.pipeline import PipelineLinks, build_pipeline_links
 from shardbook.parallel.replicated import ReplicatedParameters
@@ -43,6 +44,7 @@ class ShardedModel:
     parts: "list[ShardedModel]" = field(default_factory=list)  # one for each chunk of layers, where there are several
     links: PipelineLinks | None = None  # to the neighbours along pp
     cp_process_group: ProcessGroup | None = None  # the ranks that have slices of the same rows
+    ep_group: EPGroup | None = None  # the ranks that share experts
     offloaded: Any = None  # memory/host_adamw.py's HostAdamW, where masters are not on the device
     # called before gradients are summed along tp, while it returns True
     check_first_gradients: Callable[[], bool] | None = None
@@ -75,6 +77,19 @@ class ShardedModel:
     def take_metrics(self) -> dict[str, float]:
         """Returns the metrics of traffic between device, host and disk; empty without offload."""
         return self.offloaded.take_metrics() if self.offloaded else {}
+
+    def note_routing(self) -> None:
+        """Has dispatches note from now on, until `take_routing`, how many rows this rank's experts receive."""
+        if self.ep_group:
+            self.ep_group.received = []
+
+    def take_routing(self) -> list[int]:
+        """Returns the rows that this rank's experts received, of each block with experts in each forward, in order;
+        empty without ep."""
+        received = self.ep_group.received if self.ep_group else None
+        if self.ep_group:
+            self.ep_group.received = None
+        return received or []
 
     def upload_shards(self) -> None:
         """Copies weights that were just loaded into `masters` to where they are used."""
@@ -208,6 +223,7 @@ def apply_stage(model: nn.Module, layout: Layout, mesh: DeviceMesh, ours: bool =
         separate_reductions(roots)
     sharded = parts[0] if len(parts) == 1 else ShardedModel(model, layout, parts=parts)
     sharded.links, sharded.cp_process_group = links, cp_process_group
+    sharded.ep_group = next((module.ep_group for module in find_experts(model)), None)
     return sharded
 
 
@@ -224,8 +240,10 @@ def _apply(
     if full_mesh:
         place_on_mesh(model, layout.placements, full_mesh)
     switches, shards, hops = layout.switches, layout.shards, build_hops(layout, mesh)
-    # Not 2-D for one replica: fully_shard would all-reduce along the first axis, in a group of one rank.
-    mesh = mesh[DP_REPLICATE, DP_SHARD] if layout.replicas > 1 else mesh[DP_SHARD]
+    meshes = {False: mesh}  # by whether a unit is one of experts
+    if layout.ep_size > 1:
+        meshes[True] = regroup_mesh(mesh, layout.meshes[-1])
+        place_experts(model, meshes[True])
     order = [*layout.units[-2::-1], layout.units[-1]]
     with share_secondary_mesh():
         for unit in order:
@@ -233,10 +251,14 @@ def _apply(
                 param_dtype=layout.dtype("params"),
                 reduce_dtype=layout.dtype("reduce"),
                 output_dtype=output if unit is order[-1] else None,
+                cast_forward_inputs=not unit.is_experts,  # a router's weights stay in its dtype
             )
+            along = meshes[unit.is_experts]
+            # Not 2-D for one replica: fully_shard would all-reduce along the first axis, in a group of one rank.
+            along = along[DP_REPLICATE, DP_SHARD] if layout.replicas_of(unit) > 1 else along[DP_SHARD]
             modules = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)
             reshards = unit.reshard_after_forward and ((unit.gathers_again and switches.secondary) or True)
-            fully_shard(modules, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards)
+            fully_shard(modules, mesh=along, mp_policy=policy, reshard_after_forward=reshards)
     for unit in order:
         gather_bytes(unit)
         # SUM with factor 1: the default divides by the number of ranks, though the loss is divided already. The plain

@@ -4,7 +4,8 @@ Invariant: every parameter is in exactly one unit, a tied one too. Units hold fa
 the meta device, and no rank need exist, so a plan's formulas read the same units as a run.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -30,6 +31,7 @@ class Placement:
     tp_dim: int | None = None  # the dim that ranks along tp share; None: they have the same
     # each rank along tp has the whole gradient of what is the same on them, not a part of it
     tp_whole_gradient: bool = False
+    is_expert: bool = False  # ranks along ep share its rows
 
 
 def place_whole(model: nn.Module) -> dict[str, Placement]:
@@ -38,13 +40,17 @@ def place_whole(model: nn.Module) -> dict[str, Placement]:
     return {name: Placement(p.shape, packed.get(p, p.numel()), p.requires_grad) for name, p in named}
 
 
-def note_shards(placements: dict[str, Placement], model: nn.Module) -> dict[str, Placement]:
-    """Returns `placements` with the dims in which the parameters of `model` are now smaller than in the whole model."""
+def note_shards(
+    placements: dict[str, Placement], model: nn.Module, experts: Container[nn.Parameter] = ()
+) -> dict[str, Placement]:
+    """Returns `placements` with the dims in which the parameters of `model` are now smaller than in the whole model:
+    of its `experts` along ep, of all others along tp."""
     noted = dict(placements)
     for name, parameter in model.named_parameters():
         pairs = zip(placements[name].shape, parameter.shape, strict=True)
         dims = [dim for dim, (full, local) in enumerate(pairs) if full != local]
-        noted[name] = replace(placements[name], tp_dim=dims[0] if dims else None)
+        is_expert = parameter in experts
+        noted[name] = replace(placements[name], tp_dim=dims[0] if dims and not is_expert else None, is_expert=is_expert)
     return noted
 
 
@@ -65,6 +71,7 @@ class Unit:
     in_block: bool  # it is a block, or inside one
     is_root_like: bool  # it runs first and last (the root, or embedding and head in one): not freed inside a pass
     forward_only: bool  # no backward reaches it
+    is_experts: bool = False  # the experts inside a block, on a mesh of their own: ranks along ep share their rows
 
     @cached_property
     def numel(self) -> int:
@@ -154,6 +161,7 @@ def choose_units(
     in_blocks = {module for block in blocks for module in block.modules()}
     matrices = matrices_of(blocks)
     placed = {parameter: placements[name] for name, parameter in model.named_parameters()}
+    parts = list(_with_experts(parts, {parameter for parameter, each in placed.items() if each.is_expert}))
     outer = [part for part in parts if part[0] not in in_blocks and not hasattr(part[0], FORWARD_ONLY)]
     units, taken = [], set[nn.Parameter]()
     for modules in [*parts[::-1], [model]]:  # inner before outer: an inner unit's parameters are its own
@@ -182,10 +190,22 @@ def choose_units(
                 in_block=modules[0] in in_blocks,
                 is_root_like=is_root_like,
                 forward_only=bool(fate),
+                is_experts=any(placed[p].is_expert for p in parameters),
             )
         )
     _check_units(units, blocks, reshard_after_forward, parallel, len(placed) == len(placements))
     return (*units[-2::-1], units[-1])
+
+
+def _with_experts(
+    parts: Sequence[Sequence[nn.Module]], experts: AbstractSet[nn.Parameter]
+) -> Iterator[Sequence[nn.Module]]:
+    """Yields each of `parts`, and after it the modules inside that have parameters among `experts`."""
+    for part in parts:
+        yield part
+        for module in (module for outer in part for module in outer.modules()) if experts else ():
+            if not experts.isdisjoint(module.parameters(recurse=False)):
+                yield [module]
 
 
 def _check_units(

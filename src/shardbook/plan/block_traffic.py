@@ -1,4 +1,5 @@
-"""Lists what a micro-batch sends along tp, cp and pp: all-gathers of tokens, all-to-alls of heads, activations.
+"""Lists what a micro-batch sends along tp, cp, ep and pp: all-gathers of tokens, all-to-alls of heads and of tokens,
+activations.
 
 Invariant: as events.py, whose list of a step has them between the all-gathers and reductions of units.
 """
@@ -10,11 +11,13 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from shardbook.axes import TP
+from shardbook.axes import EP, TP
 from shardbook.data.loader import MicroBatch
 from shardbook.model.attention import head_size
+from shardbook.model.flops import experts_per_token
 from shardbook.model.routers import BALANCE_NUMBERS
 from shardbook.parallel.context import own_heads, partition_heads
+from shardbook.parallel.experts import COUNT_BYTES
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.schedule import bubble, in_flight
 from shardbook.plan.events import BlockTraffic, Collectives
@@ -29,23 +32,45 @@ Micros = Callable[[], Sequence[MicroBatch]]
 
 
 def read_inside(
-    layout: Layout, config: PreTrainedConfig, recipe: Recipe, rank: int = 0, micros_of: Micros | None = None
+    layout: Layout,
+    config: PreTrainedConfig,
+    recipe: Recipe,
+    rank: int = 0,
+    micros_of: Micros | None = None,
+    received: Sequence[int] = (),
 ) -> list[BlockTraffic]:
-    """Returns what the global `rank` sends along tp, cp and pp inside the passes of each micro-batch of the step that
-    `micros_of` makes; None: rows are full, and every token but the first of each sequence is trained. Empty without tp,
-    cp, pp and routers that are balanced."""
-    if layout.tp_size == layout.cp_size == layout.pipeline.ranks == 1 and not layout.balanced:
+    """Returns what the global `rank` sends along tp, cp, ep and pp inside the passes of each micro-batch of the step
+    that `micros_of` makes; None: rows are full, and every token but the first of each sequence is trained. Empty
+    without tp, cp, ep, pp and routers that are balanced.
+
+    `received`: the rows of tokens that the rank's experts received, of each block with experts in each micro-batch, in
+    order; empty: as many as where each expert is chosen as often.
+    """
+    is_alone = layout.tp_size == layout.cp_size == layout.pipeline.ranks == layout.ep_size == 1
+    if is_alone and not layout.balanced:
         return []
     if micros := micros_of() if micros_of else None:
         sizes = [(m.input_ids.numel(), sum(m.trained), len(m.trained)) for m in micros]
-        return [_inside(layout, config, recipe, rank, *size) for size in sizes]
+        each = len(received) // len(sizes)
+        rows = [received[number * each : (number + 1) * each] for number in range(len(sizes))]
+        return [
+            _inside(layout, config, recipe, rank, *size, of_blocks)
+            for size, of_blocks in zip(sizes, rows, strict=True)
+        ]
     tokens, sequences = recipe.micro_tokens, recipe.micro_tokens // recipe.data.max_length
     full = tokens // layout.cp_size, (tokens - sequences) // layout.cp_size, sequences
     return [_inside(layout, config, recipe, rank, *full)] * recipe.train.gradient_accumulation_steps
 
 
 def _inside(
-    layout: Layout, config: PreTrainedConfig, recipe: Recipe, rank: int, tokens: int, trained: int, sequences: int
+    layout: Layout,
+    config: PreTrainedConfig,
+    recipe: Recipe,
+    rank: int,
+    tokens: int,
+    trained: int,
+    sequences: int,
+    received: Sequence[int] = (),
 ) -> BlockTraffic:
     """Returns what a micro-batch of `tokens`, `trained` of them trained, in so many `sequences`, sends.
 
@@ -93,9 +118,26 @@ def _inside(
             sends(gather, *loss_gathers, slice_sum, counts),
             sends(*loss_gathers * recipe.recomputes_logits, scatter),
         ),
+        experts=tuple(expert_exchanges(layout, config, tokens, rows) for rows in received or [None] * (layout.ep_size > 1)),
         beside=beside,
         stream_bytes=of_tokens // tp_size,
     )
+
+
+def expert_exchanges(
+    layout: Layout, config: PreTrainedConfig, tokens: int, received: int | None
+) -> tuple[Collectives, Collectives, Collectives]:
+    """Returns what the experts of a block exchange along ep, for `tokens` of this rank of which each goes to as many
+    experts as its router chooses, and `received` rows (None: as many): in forward, in backward, and in the backward of
+    a block that runs again. Forward sends how many rows each expert gets, these rows, and what became of them back."""
+    unit = next(unit for unit in layout.units if unit.is_experts)
+    axis, row_bytes = layout.counted_axis(unit, EP), config.hidden_size * layout.dtype("params").itemsize
+    sent = tokens * experts_per_token(config)
+    rows = sent if received is None else received
+    counts = layout.experts * COUNT_BYTES
+    forward, backward = (counts, sent * row_bytes, rows * row_bytes), (sent * row_bytes, rows * row_bytes)
+    of_calls = [tuple(("all_to_all", axis, size) for size in sizes) for sizes in (forward, backward, forward + backward)]
+    return of_calls[0], of_calls[1], of_calls[2]
 
 
 def gradients_of_first(layout: Layout) -> tuple[bool, bool, bool, bool]:

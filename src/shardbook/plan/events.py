@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch import nn
 
 from shardbook.arithmetic import ceil_div, round_up
-from shardbook.axes import DP_REPLICATE, DP_SHARD, INSIDE, PP, PP_BACKWARD, PP_ENDS, PP_FORWARD, TP, rank_along
+from shardbook.axes import DP_REPLICATE, DP_SHARD, EP, INSIDE, PP, PP_BACKWARD, PP_ENDS, PP_FORWARD, TP, rank_along
 from shardbook.comm.ledger import Traffic, Volume
 from shardbook.comm.quantize import buffer_bytes
 from shardbook.optim.muon import WIRE_BYTES
@@ -60,6 +60,8 @@ class BlockTraffic:
     first: tuple[Collectives, Collectives] = ((), ())  # backward and recompute of the model's first block
     embedding: tuple[Collectives, Collectives] = ((), ())  # of its forward, and backward
     loss: tuple[Collectives, Collectives] = ((), ())  # with the last norm before it
+    # of the experts of each block that has some, in order, or of one where all are alike: forward, backward, recompute
+    experts: tuple[tuple[Collectives, Collectives, Collectives], ...] = ()
     beside: "BlockTraffic | None" = None  # of a frozen model that runs forward beside this one, where the loss is
     stream_bytes: int = 0  # of the activations that go to the next pipeline stage, and of their gradient
 
@@ -70,24 +72,24 @@ class BlockTraffic:
 def gathering(layout: Layout, unit: Unit, is_forward: bool) -> Collectives:
     """Returns the all-gather of `unit`: in the compute dtype, or quantized. In backward secondary shards are gathered
     inside their group, unquantized."""
-    shards, switches = layout.shards, layout.switches
+    shards, switches = layout.shards_of(unit), layout.switches
     if shards == 1:
         return ()
     full, is_secondary = unit.padded_numel(shards), switches.secondary and not is_forward
     payload = full * layout.dtype("params").itemsize
     if switches.weights_bits and not is_secondary:
         payload = shards * buffer_bytes(full // shards, switches.weights_bits)
-    return (("all_gather", INSIDE if is_secondary else DP_SHARD, payload),)
+    return (("all_gather", INSIDE if is_secondary else layout.counted_axis(unit, DP_SHARD), payload),)
 
 
 def reduction(layout: Layout, unit: Unit) -> Collectives:
     """Returns the collectives that reduce gradients of `unit` over its shards: a reduce-scatter, or qgZ's hops."""
-    shards = layout.shards
+    shards = layout.shards_of(unit)
     trained = unit.padded_numel(shards, trained_only=True)
     if shards == 1 or not trained:
         return ()
     if not layout.hops:
-        return (("reduce_scatter", DP_SHARD, trained * layout.dtype("reduce").itemsize),)
+        return (("reduce_scatter", layout.counted_axis(unit, DP_SHARD), trained * layout.dtype("reduce").itemsize),)
     hops, slices = list[tuple[str, str, int]](), shards
     for axis, ranks, bits in layout.hops:  # each leaves a rank with one slice of every `ranks`
         hops.append(("all_to_all", axis, slices * buffer_bytes(trained // shards, bits)))
@@ -95,11 +97,13 @@ def reduction(layout: Layout, unit: Unit) -> Collectives:
     return tuple(hops)
 
 
-def replica_sum(layout: Layout, units: Iterable[Unit]) -> Collectives:
+def replica_sum(layout: Layout, units: Sequence[Unit]) -> Collectives:
     """Returns the all-reduce across replicas of a rank's shards of the gradients of `units` together."""
-    numel = sum(unit.padded_numel(layout.shards, trained_only=True) for unit in units) // layout.shards
-    payload = numel * layout.dtype("reduce").itemsize
-    return (("all_reduce", DP_REPLICATE, payload),) if layout.replicas > 1 and payload else ()
+    shards = layout.shards_of(units[0])
+    numel = sum(unit.padded_numel(shards, trained_only=True) for unit in units) // shards
+    if layout.replicas_of(units[0]) == 1 or not numel:
+        return ()
+    return (("all_reduce", layout.counted_axis(units[0], DP_REPLICATE), numel * layout.dtype("reduce").itemsize),)
 
 
 def replicated_sum(layout: Layout) -> Collectives:
@@ -136,10 +140,18 @@ class _Chunk:
         self.is_first, self.is_last = pipeline.is_first(number), pipeline.is_last(number)
         self.passes: dict[tuple[object, ...], tuple[list[Event], frozenset[Unit]]] = {}
         numbers = list(pipeline.own_layers(number, layers))
-        units = [unit for unit in chunk_layout.units if any(unit.is_block_matrix) and not unit.forward_only]
+        blocks = (unit for unit in chunk_layout.units if any(unit.is_block_matrix) and not unit.is_experts)
+        units = [unit for unit in blocks if not unit.forward_only]
         self.first_block = units[0] if units else None
         self.of_blocks = {*units, *(unit for unit in chunk_layout.units if unit.in_block and not unit.forward_only)}
         self.number_of = dict(zip(units, numbers, strict=False))  # of a unit that is a block, in the whole model
+        experts = [unit for unit in chunk_layout.units if unit.is_experts]
+        blocks_of = [next(block for block in units if unit.modules[0] in block.inside) for unit in experts]
+        # of a unit of experts: its number among these, and that of its block
+        self.experts = {
+            unit: (place, self.number_of.get(block, 0))
+            for place, (unit, block) in enumerate(zip(experts, blocks_of, strict=True))
+        }
         frozen = [unit for unit in chunk_layout.units if unit.forward_only and not unit.is_root_like]
         self.blocks_beside = [unit for unit in frozen if not isinstance(unit.modules[0], nn.Embedding)]
 
@@ -176,6 +188,10 @@ class _Chunk:
         """Returns what `unit` sends inside a pass, where it is a block."""
         if inside.beside and unit in self.blocks_beside:
             return inside.beside.forward
+        if unit in self.experts and inside.experts:
+            place, number = self.experts[unit]
+            forward, backward, recompute = inside.experts[place % len(inside.experts)]
+            return forward if is_forward else recompute if number in inside.recomputed else backward
         if unit not in self.number_of:
             return ()
         if is_forward:
@@ -317,6 +333,10 @@ def step_events(
     # ranks along dp_replicate have copies, and so have those along tp of what is not split along it
     copies = {DP_REPLICATE, *[TP] * (not layout.trains_tp_sharded)}
     spread = [axis for axis, size in reversed(layout.sizes.items()) if size > 1 and axis not in copies]
+    for unit in [unit for unit in layout.units if unit.is_experts and any(unit.trained)][:1]:
+        # the innermost axis first: what then is left of theirs is summed like all else
+        inner = [layout.counted_axis(unit, axis) for axis in (EP, DP_SHARD) if layout.sizes_of(unit)[axis] > 1]
+        spread = list(dict.fromkeys([*inner[:-1], *spread, inner[-1]]))
     yield Event("norm", None, tuple(("all_reduce", axis, NORM_BYTES) for axis in spread))
     exchanges = muon_exchanges(layout) if OPTIMIZERS[optimizer_name].whole_matrices else ()
     yield from (Event("update", unit) for unit in layout.units if is_away and any(unit.trained))
@@ -329,6 +349,6 @@ def count_traffic(events: Iterable[Event]) -> Traffic:
     """Returns calls and payload bytes of `events`, by operation and mesh axis."""
     traffic: Traffic = {}
     for op, axis, payload in (each for event in events for each in event.sends):
-        if payload:
+        if payload or op == "all_to_all":  # experts that no token chose take part in the exchange, and send nothing
             traffic[op, axis] = traffic.get((op, axis), Volume()) + Volume(1, payload)
     return traffic

@@ -55,12 +55,14 @@ def predict_traffic(
 def predict_resident(layout: Layout, rank: int, optimizer_name: str = "adamw") -> Resident:
     """Returns the bytes that the global `rank` keeps on its device. Parameters and gradients are in padded storage; the
     moments of `optimizer_name`, as optim.name has it, have the true rows of the rank."""
-    shards, master, shard = layout.shards, layout.dtype("master").itemsize, rank_along(layout.sizes, DP_SHARD, rank)
+    master = layout.dtype("master").itemsize
     params = grads = optimizer = 0
     if layout.steps_on_host:  # what is on the device are copies in the dtype of compute, or nothing
         at_rest = layout.dtype("params").itemsize * (layout.offload.params == "none")
-        return Resident(sum(unit.padded_numel(shards) for unit in layout.units) // shards * at_rest, 0, 0)
+        numel = sum(unit.padded_numel(layout.shards) for unit in layout.units) // layout.shards
+        return Resident(numel * at_rest, 0, 0)
     for unit in layout.units:
+        shards, shard = layout.shards_of(unit), rank_along(layout.sizes_of(unit), DP_SHARD, rank)
         params += unit.rest_bytes(shards, master)
         grads += unit.padded_numel(shards, trained_only=True) // shards * master
         for shape, is_matrix in compress(zip(unit.shapes, unit.is_block_matrix, strict=True), unit.trained):
@@ -143,6 +145,7 @@ def predict_gathered_peak(layout: Layout) -> int:
     for event in (event for each in step_passes(layout, layout.steady_micros) for event in each.events):
         if event.unit and event.what in ("gather", "free"):
             unit, sign = event.unit, 1 if event.what == "gather" else -1
-            now += sign * (unit.cast_numel(compute) if layout.is_replicated else unit.padded_numel(layout.shards))
+            is_cast = layout.is_replicated
+            now += sign * (unit.cast_numel(compute) if is_cast else unit.padded_numel(layout.shards_of(unit)))
             most = max(most, now)
     return most * compute

@@ -1,7 +1,7 @@
 """Measures blocks: runs each kind of block of a model once, forward and backward, on fake tensors.
 
 Invariant: nothing here knows a block's insides. A model of few layers, one of each kind where that can be, is built by
-the constructor that a run uses, with the run's kernel, adapters, checkpointing and ranks along tp and cp, and is called
+the constructor that a run uses, with the run's kernel, adapters, checkpointing and ranks along tp, cp and ep, and is called
 as training calls it. Bytes are those of storages from allocation to release; what they grow by with tokens comes from
 micro-batches of two lengths (three, where a dense mask grows with their square).
 """
@@ -25,6 +25,7 @@ from shardbook.model.comparisons import raise_if_ours
 from shardbook.model.selfcheck import check_family, remember
 from shardbook.model.shrink import keep_layers
 from shardbook.parallel.context import CPGroup
+from shardbook.parallel.experts import EPGroup
 from shardbook.parallel.placement import build_local
 from shardbook.parallel.tensor_linears import TPGroup
 from shardbook.plan.memory_trace import MemoryTrace, full_rows, meta_tensors
@@ -194,12 +195,12 @@ def measure(recipe: Recipe, config: PreTrainedConfig) -> Measured:
 
 
 def lend_groups(model: nn.Module) -> None:
-    """Lets the ranks along tp and cp exchange nothing, in groups of the right size that no other process is in."""
+    """Lets the ranks along tp, cp and ep exchange nothing, in groups of the right size that no other process is in."""
     for module in model.modules():
-        for group in (getattr(module, "tp_group", None), getattr(module, "cp_group", None)):
-            if isinstance(group, TPGroup | CPGroup) and group.process_group is None:
-                rank = group.tp_rank if isinstance(group, TPGroup) else group.cp_rank
-                group.process_group = fake_group(rank, group.size)
+        for name in ("tp", "cp", "ep"):
+            group = getattr(module, f"{name}_group", None)
+            if isinstance(group, TPGroup | CPGroup | EPGroup) and group.process_group is None:
+                group.process_group = fake_group(getattr(group, f"{name}_rank"), group.size)
 
 
 def run(recipe: Recipe, kinds: Kinds, kernel: Kernel, lengths: Sequence[int]) -> list[MemoryTrace]:

@@ -33,14 +33,15 @@ class ShardedBytes:
     ) -> Iterator[tuple[str, Unit | None, MemoryState]]:
         """Adds up a pass. Yields the bytes of the units in `named` at their moments: gather, forward, backward,
         backward done (all its gradients are computed) and reduction; and at its end."""
-        is_forward, micro, shards = action.is_forward, action.micro, self.layout.shards
+        is_forward, micro = action.is_forward, action.micro
         is_last = micro == self.micros - 1
         gathers_in_flight, last_gather, reduce_input = dict[Unit, int](), 0, 0
         begins = not is_forward  # the loss's backward, which is its chunk's first exchange, is still to come
         grads_to_host = [0] * STAGINGS
 
         def now(grads: int = 0, more: int = 0) -> MemoryState:
-            buffers = (sum(gathers_in_flight.values()) + last_gather) * (shards > 1) + reduce_input + self.fetched
+            in_flight = sum(size for unit, size in gathers_in_flight.items() if self.layout.shards_of(unit) > 1)
+            buffers = in_flight + last_gather + reduce_input + self.fetched
             return self.sums + sum(grads_to_host[-STAGINGS:]) + more, self.gathered, buffers, grads
 
         for what, unit, _ in events:
@@ -50,22 +51,28 @@ class ShardedBytes:
                 yield "start of backward", None, now()
             if unit is None:
                 continue
+            shards = self.layout.shards_of(unit)
             trained, grads = (unit.padded_numel(ranks, trained_only=True) for ranks in (shards, 1))
             if what == "gather" and unit.is_root_like and is_forward:  # added_up for at once
-                last_gather = unit.padded_numel(shards) * self.compute
-                self.gathered += last_gather
+                size = unit.padded_numel(shards) * self.compute
+                last_gather = size * (shards > 1)
+                self.gathered += size
             elif what == "gather":
                 gathers_in_flight[unit] = unit.padded_numel(shards) * self.compute
             elif what == "free":
                 self.gathered -= unit.padded_numel(shards) * self.compute
             elif what == "compute":
-                if size := gathers_in_flight.get(unit, 0):
+                # a block begins before its experts, and ends after them
+                begun = [each for each in gathers_in_flight if each is unit or (unit.is_experts and each.in_block)]
+                for each in (each for each in begun if unit.modules[0] in each.inside):
+                    size = gathers_in_flight[each]
                     self.gathered += size
-                    if unit in named and is_forward:  # its buffer is copied
+                    if each in named and is_forward:  # its buffer is copied
                         last_gather *= not self.frees_early
-                        yield "gather", unit, now()
-                    del gathers_in_flight[unit]
-                    last_gather = size if is_forward else 0  # held until the next gather
+                        yield "gather", each, now()
+                    del gathers_in_flight[each]
+                    # held until the next gather
+                    last_gather = size * (self.layout.shards_of(each) > 1) if is_forward else 0
                 if unit in named and is_forward:
                     yield "forward", unit, now()
                 elif unit in named:
@@ -83,7 +90,7 @@ class ShardedBytes:
                     trained // shards,
                 )
                 added_up = grads * self.reduce * (not self.every)
-                is_alone = shards == 1 < self.layout.tp_size and not self.frees_early
+                is_alone = shards == 1 < max(self.layout.tp_size, self.layout.ep_size) and not self.frees_early
                 if is_alone:  # copied once more, when its gradients in the dtype of compute are freed
                     reduce_input, computed, self.sums, added_up = 2 * reduce_input, 0, self.sums - added_up, 0
                 if unit in named:
@@ -94,15 +101,16 @@ class ShardedBytes:
                     freed = computed - kept * (not self.frees_early)
                     yield "reduction", unit, now(computed, max(0, shard * self.reduce - freed))
                 reduce_input = trained * self.reduce
-                self.sums += self._kept(shard, micro, is_last) - added_up
-                grads_to_host.append(shard * self.reduce * (self.is_away and self.layout.replicas == 1))
+                replicas = self.layout.replicas_of(unit)
+                self.sums += self._kept(shard, replicas, micro, is_last) - added_up
+                grads_to_host.append(shard * self.reduce * (self.is_away and replicas == 1))
         yield "end of forward" if is_forward else "end of backward", None, now()
 
-    def _kept(self, shard: int, micro: int, is_last: bool) -> int:
+    def _kept(self, shard: int, replicas: int, micro: int, is_last: bool) -> int:
         """Returns the bytes that stay of a unit's reduced gradients, beside those of earlier micro-batches. Across
         replicas they wait in fully_shard's own buffers, in the dtype of reduction, until the last micro-batch."""
         is_first = micro == 0 or not self.every
-        if self.layout.replicas == 1:
+        if replicas == 1:
             return shard * self.master * (is_first and not self.is_away)
         is_cast = is_last and not self.is_away
         another = not is_cast or self.reduce != self.master

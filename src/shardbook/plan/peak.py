@@ -58,7 +58,8 @@ def _moments(layout: Layout, chunk: int, units: Sequence[Unit], work: Activation
     spanning = [unit for unit in order if unit.is_root_like and not unit.forward_only]
     back = [unit for unit in backward_order(order) if not unit.is_root_like]
     by_head = [unit for unit in back[:1] if any(shape[0] in (vocabulary, 1) for shape in unit.shapes)]
-    blocks = [unit for unit in back if unit not in by_head and unit.read_in_backward]
+    blocks = [unit for unit in back if unit not in by_head and unit.read_in_backward and not unit.is_experts]
+    experts_of = {block: unit for block in blocks for unit in back if unit.is_experts and unit.modules[0] in block.inside}
     # the head's gradient, which waits for the embedding's
     tied = 0 if by_head or not pipeline.is_last(chunk) else work.head_gradient
     # Along pp a buffer waits for the next receive. The gradient that was received before is there too, but for the
@@ -85,7 +86,13 @@ def _moments(layout: Layout, chunk: int, units: Sequence[Unit], work: Activation
         moments["forward", unit] = f"{name}, forward", before, block.forward
         moments["backward", unit] = name, held, block.inside + tied
         moments["reduction", unit] = f"{name}, reduced", before + grads, tied
-    for unit in [unit for unit in [*back, *spanning] if unit not in by_head and unit not in blocks][-1:]:
+        if experts := experts_of.get(unit):  # the fullest moment is theirs; after it their gradients are gone
+            moments["forward", experts] = f"{name}, experts, forward", before, block.forward
+            moments["backward", experts] = f"{name}, experts", held, block.inside + tied
+            gradients = experts.padded_numel(1, trained_only=True) * layout.dtype("params").itemsize
+            moments["backward", unit] = name, held, max(0, block.inside - gradients) + tied
+    others = [unit for unit in [*back, *spanning] if unit not in by_head and unit not in blocks]
+    for unit in [unit for unit in others if not unit.is_experts][-1:]:
         # a tied weight's two gradients and, for a moment, their sum
         moments["backward", unit], moments["reduction", unit] = ("end", recv, 3 * tied), ("end, reduced", recv, 0)
     return moments
@@ -152,7 +159,8 @@ def predict_generation(layout: Layout, config: PreTrainedConfig, recipe: Recipe)
     rows = ceil_div(asked.count, layout.data_rank(0)[1])
     tokens, layers = rows * length, len(layout.blocks(config.num_hidden_layers))
     units = [unit for unit in layout.units if layout.is_replicated or not unit.forward_only]
-    numels = [unit.cast_numel(itemsize) if layout.is_replicated else unit.padded_numel(layout.shards) for unit in units]
+    is_cast = layout.is_replicated
+    numels = [unit.cast_numel(itemsize) if is_cast else unit.padded_numel(layout.shards_of(unit)) for unit in units]
     gathered = predict_gathered_peak(layout) if layout.switches.secondary else sum(numels) * itemsize
     size = tokens, rows * length**2
     block = forward_bytes(config, recipe, layout.precision.params, size) + rows * length**2

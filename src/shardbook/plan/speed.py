@@ -13,7 +13,7 @@ from itertools import compress
 
 from transformers import PreTrainedConfig
 
-from shardbook.axes import CP, PP_FORWARD, TP
+from shardbook.axes import PP_FORWARD, TP, WORLD
 from shardbook.gpus import gpu_of
 from shardbook.model.flops import Flops
 from shardbook.optim.muon import orthogonal_flops
@@ -108,11 +108,13 @@ def predict_step(
     unpacked *= recipe.model.load_in_4bit
     memory = (tokens * (passes + vocab_rows * 5 * 4) + unpacked) / memory_rate
     # casts, copies in and out of a gather, and of a reduction, of each parameter; AdamW, norm and clipping of a shard
-    moved = sum(unit.numel if layout.shards > 1 else unit.cast_numel(itemsize) for unit in layout.units)
-    trained = sum(unit.padded_numel(1, trained_only=True) for unit in layout.units)
+    sharded = {unit: layout.shards_of(unit) > 1 for unit in layout.units}
+    moved = sum(unit.numel if is_sharded else unit.cast_numel(itemsize) for unit, is_sharded in sharded.items())
+    trained_of = {unit: unit.padded_numel(1, trained_only=True) for unit in layout.units}
+    trained = sum(trained_of.values())
     copies = (moved * 2 * 2 * itemsize + trained * (itemsize + 2 * 4)) / memory_rate
-    row = OPTIMIZERS[recipe.optim.name]
-    optimizer = optimizer_seconds(layout, row, trained // layout.shards, peak_flops, memory_rate)
+    row, shard = OPTIMIZERS[recipe.optim.name], sum(n // layout.shards_of(unit) for unit, n in trained_of.items())
+    optimizer = optimizer_seconds(layout, row, shard, peak_flops, memory_rate)
     teacher_seconds = 0.0  # a teacher's forward, its logits gone over as the student's
     if flops.beside and layout.teacher:
         beside = measure_blocks(layout.teacher, plain, "none", layout.precision.params).blocks
@@ -152,8 +154,8 @@ def optimizer_seconds(layout: Layout, row: Optimizer, shard: int, peak_flops: fl
 
 
 def inside_seconds(layout: Layout, config: PreTrainedConfig, recipe: Recipe, cluster: Cluster) -> float:
-    """Returns the seconds of all collectives along tp and cp in a step, which nothing hides."""
-    if layout.tp_size == layout.cp_size == 1:
+    """Returns the seconds of all collectives along tp, cp and ep in a step, which nothing hides."""
+    if layout.tp_size == layout.cp_size == layout.ep_size == 1:
         return 0.0
     groups, inside = layout.groups(0), read_inside(layout, config, recipe)
     few = inside[: layout.pipeline.ranks]  # one micro-batch sends what another does
@@ -161,7 +163,7 @@ def inside_seconds(layout: Layout, config: PreTrainedConfig, recipe: Recipe, clu
     events = (event for each in passes for event in each.events if event.what in ("compute", "exchange"))
     sent, seconds = count_traffic(events), 0.0
     for (_, axis), moved in sent.items():
-        ranks = groups[TP if axis == TP else CP] if axis in (TP, layout.context_axis) else range(layout.world_size)
+        ranks = groups[axis] if axis != WORLD else range(layout.world_size)
         ring = cluster.ring_seconds(moved.payload_bytes / moved.calls, [*ranks])
         seconds += len(inside) / len(few) * moved.calls * ring
     if layout.tp_size > 1:

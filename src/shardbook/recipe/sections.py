@@ -84,6 +84,9 @@ class Parallel(Section):
     tp_size: int = key(
         1, "Tensor-parallel size: neighbouring ranks that split matrices, and tokens between them; 1: off.", ge=1
     )
+    ep_size: int = key(
+        1, "Expert-parallel size: neighbouring data ranks that share the experts of each block; 1: off.", ge=1
+    )
     pp_size: int = key(
         1, "Pipeline-parallel size: the number of ranks over which a model's layers are split, in order; 1: off.", ge=1
     )

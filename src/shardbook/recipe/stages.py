@@ -47,7 +47,7 @@ STAGES = {row.name: row for row in (
 # fmt: on
 ALIASES = {"fsdp": "zero3"}
 # keys of [parallel] that go with any stage; ZeRO++'s three, with the values that a user would first set
-OF_ANY = ("tp_size", "cp_size", "pp_size", "pipeline_schedule", "pipeline_chunks")
+OF_ANY = ("tp_size", "cp_size", "ep_size", "pp_size", "pipeline_schedule", "pipeline_chunks")
 SWITCHES = {"quantize_weights": 8, "quantize_gradients": [8, 4], "secondary_shard": "node"}
 
 

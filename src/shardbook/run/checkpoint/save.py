@@ -192,7 +192,7 @@ def items_to_write(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> t
     def take() -> tuple[int, int, int]:
         tensors, states = checkpoint_tensors(sharded.masters, optimizer), random_states()
         held = [(name, tensor, nbytes_of(tensor)) for name, tensor in tensors.items()]
-        names, needed_bytes = assign_writes(held, sharded.layout.sizes, dist.get_rank(), _tied_names(sharded, tensors))
+        names, needed_bytes = assign_writes(held, sharded.layout.meshes, dist.get_rank(), _tied_names(sharded, tensors))
         written = {name: tensor for name, tensor in tensors.items() if name in names}
         items.extend(to_item(name, tensor) for name, tensor in (written | states).items())  # the states are each rank's
         return sum(map(nbytes_of, written.values())), sum(map(nbytes_of, states.values())), needed_bytes

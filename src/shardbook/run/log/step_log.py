@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardbook.arithmetic import is_due
-from shardbook.comm.ledger import Ledger, warmup_steps
+from shardbook.comm.ledger import Ledger, Traffic, warmup_steps
+from shardbook.data.loader import MicroBatch
 from shardbook.gpus import gpu_of
 from shardbook.model.flops import Flops
 from shardbook.parallel.sharding import ShardedModel
@@ -147,9 +148,8 @@ class StepLog(contextlib.AbstractContextManager["StepLog"]):
         )
         self.warmup_steps = warmup_steps(recipe.train.compile, layout.mesh)
         self.ledger = Ledger(layout.groups(ranks.rank))
-        inside = read_inside(layout, job.config, recipe, ranks.rank, job.loader.peek)
-        how = recipe.train.gradient_accumulation_steps, recipe.optim.name, recipe.forwards_per_micro, ranks.rank
-        self.predicted = predict_traffic(layout, *how, inside)
+        self.predicted: Traffic = {}
+        self.first_micros: list[MicroBatch] = []
         self.timer, self.steps_begun, self._memory = StepTimer(), 0, Metrics()
         self.step_before = state.step
         self.rows_before = job.loader.consumed_rows - state.step * job.loader.rows_per_step
@@ -160,6 +160,8 @@ class StepLog(contextlib.AbstractContextManager["StepLog"]):
     def begin(self, batch: StepBatch) -> None:
         """Begins a step. Of the first the ledger counts all collectives: later ones send the same."""
         if not self.steps_begun:
+            self.first_micros = batch.micros
+            self.sharded.note_routing()
             self.ledger.open()
             self.timer = StepTimer()
         if self.steps_begun == self.warmup_steps and torch.cuda.is_available():
@@ -172,6 +174,7 @@ class StepLog(contextlib.AbstractContextManager["StepLog"]):
         sends its numbers to the host, and writes the row of the step before. Call it before gradients are freed: their
         bytes are measured. Raises NotFinite where that step has a number that is not finite. Collective."""
         if self.ledger.close():
+            self.predicted = self._predict_traffic()
             self.console.show_traffic(self.ledger.traffic, self.predicted)
         objective, layout = self.job.objective, self.job.layout
         sums = objective.add_up(terms, self.ranks.device) / layout.term_copies(objective.sequences)
@@ -185,6 +188,14 @@ class StepLog(contextlib.AbstractContextManager["StepLog"]):
             self.timer = StepTimer(began=pending.done)
         self.finish_last()
         self.pending = pending
+
+    def _predict_traffic(self) -> Traffic:
+        """Returns the traffic of the step that the ledger has counted."""
+        recipe, layout, rank = self.job.recipe, self.job.layout, self.ranks.rank
+        micros, self.first_micros = self.first_micros, []
+        inside = read_inside(layout, self.job.config, recipe, rank, lambda: micros, self.sharded.take_routing())
+        how = recipe.train.gradient_accumulation_steps, recipe.optim.name, recipe.forwards_per_micro, rank
+        return predict_traffic(layout, *how, inside)
 
     def _measure(self, state: TrainState, rate: float) -> Metrics:
         """Returns what is known of a logged step without the device."""

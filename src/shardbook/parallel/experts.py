@@ -1,0 +1,206 @@
+"""Expert parallel: the experts of each block split over neighbouring data ranks, and tokens sent to where theirs lie.
+
+GShard's exchange (Lepikhin et al., arXiv 2006.16668, section 3.2) without its capacity: no token is dropped. Invariant:
+a router's weights are applied where a token came from, and an expert sums the gradients of all tokens of its ep group,
+so nothing is divided. What an expert computes is transformers' own implementation, called with this rank's experts:
+no family is named. Applied on the meta device, before checkpointing, compile and stage.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from shardbook.axes import EP
+from shardbook.comm.collectives import AllToAll
+from shardbook.comm.torch_private import has_values, in_backward, slots_of
+from shardbook.model.causal_lm import CausalLM
+from shardbook.model.marks import STACKED
+from shardbook.recipe import RecipeError
+
+COMPUTE = "grouped_mm"  # of transformers' implementations: one call for all experts, and gradients of those without rows
+COUNT_BYTES = 8  # of an expert's tokens
+
+
+class Routing(NamedTuple):
+    """Where the rows of a dispatch go: one row for each token and expert that it chose."""
+
+    input_splits: list[int]  # rows that this rank sends to each rank along ep
+    output_splits: list[int]  # rows that it receives from each
+    local_ids: Tensor  # of each received row: which of this rank's experts it chose
+
+
+@dataclass(eq=False)
+class EPGroup:
+    """The expert-parallel ranks, and which of them this one is. The modules of experts hold it; `process_group` is set
+    once there is a mesh.
+
+    Four ranks with ep 2 and eight experts e in a block; each rank has eight tokens, which choose two experts each:
+
+                  experts at rest    in forward    sends its tokens       of ep group    same experts, summed with
+        rank 0    half of e0-e3      e0 to e3      of e4-e7 to rank 1     0 1            rank 2
+        rank 1    half of e4-e7      e4 to e7      of e0-e3 to rank 0     0 1            rank 3
+        rank 2    half of e0-e3      e0 to e3      of e4-e7 to rank 3     2 3            rank 0
+        rank 3    half of e4-e7      e4 to e7      of e0-e3 to rank 2     2 3            rank 1
+
+    Under zero3 rank 0 gathers e0 to e3 with rank 2, and reduces their gradients with it. The rows of a rank's tokens go
+    out (dispatch), through the experts, and come back (combine); in backward their gradients do.
+    """
+
+    size: int
+    ep_rank: int
+    process_group: dist.ProcessGroup | None = None
+    # while it is a list: the rows that this rank received in each forward of a block, in order
+    received: list[int] | None = None
+
+    def route(self, ids: Tensor, experts: int) -> Routing:
+        """Returns where rows go that chose these `ids` [rows], of so many `experts`. Collective along ep; it waits for
+        the device once, for the number of rows."""
+        counts = torch.zeros(experts, dtype=torch.int64, device=ids.device)
+        counts = counts.scatter_add_(0, ids, torch.ones_like(ids))
+        received = torch.empty_like(counts)
+        dist.all_to_all_single(received, counts, group=self.process_group)
+        of_ranks = torch.stack([counts.view(self.size, -1).sum(1), received.view(self.size, -1).sum(1)])
+        if has_values(of_ranks):
+            input_splits, output_splits = of_ranks.tolist()
+        else:  # a plan's: every expert is chosen as often
+            each, more = divmod(len(ids), self.size)
+            input_splits = output_splits = [each + (rank < more) for rank in range(self.size)]
+        rows = sum(output_splits)
+        if self.received is not None and not in_backward():
+            self.received.append(rows)
+        local_ids = torch.arange(experts // self.size, device=ids.device).repeat(self.size)
+        return Routing(input_splits, output_splits, local_ids.repeat_interleave(received, output_size=rows))
+
+
+class RankExperts:
+    """A module of experts as transformers' implementation reads it: with this rank's experts, as plain tensors."""
+
+    def __init__(self, module: nn.Module, num_experts: int):
+        self.module, self.num_experts = module, num_experts
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.module, name)
+        if not isinstance(value, DTensor):
+            return value
+        stack = getattr(self.module, STACKED).get(name)
+        return value.to_local().view(-1, *stack[1:]) if stack else value.to_local()
+
+
+class _ToRows(torch.autograd.Function):
+    """Takes tokens [n, D] to rows [n * chosen, D] in the order of their experts: row i is token order[i] // chosen.
+    `inverse` is the inverse of `order`. Backward adds up the rows of a token in the order of its choices: no atomics,
+    so it is deterministic."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, order: Tensor, inverse: Tensor, chosen: int) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.chosen = chosen
+        return tokens[order // chosen]
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        (inverse,) = ctx.saved_tensors
+        return grad_output[inverse].unflatten(0, (-1, ctx.chosen)).sum(1), None, None, None
+
+
+class _Permute(torch.autograd.Function):
+    """Puts rows into `order`, whose inverse is `inverse`. Backward puts them back, by the inverse: no scatter."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return rows[order]
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        (inverse,) = ctx.saved_tensors
+        return grad_output[inverse], None, None
+
+
+def run_experts(module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Returns what the experts of all ranks make of `hidden` [n, D], whose tokens chose the experts `ids` [n, chosen]
+    with `weights` [n, chosen]. Collective along ep."""
+    group: EPGroup = module.ep_group
+    chosen, flat = ids.shape[1], ids.flatten()
+    order = flat.argsort(stable=True)  # by expert, which is by rank; a rank's tokens in their order
+    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    routing = group.route(flat, module.num_experts)
+    sent = _ToRows.apply(hidden, order, inverse, chosen)
+    rows = AllToAll.apply(sent, routing.input_splits, routing.output_splits, group)
+    local, ones = RankExperts(module, module.num_experts // group.size), rows.new_ones(len(rows), 1)
+    output = ALL_EXPERTS_FUNCTIONS[COMPUTE](local, rows, routing.local_ids[:, None], ones)
+    returned = AllToAll.apply(output, routing.output_splits, routing.input_splits, group)
+    weighted = _Permute.apply(returned, inverse, order) * weights.flatten()[:, None]
+    return weighted.unflatten(0, (-1, chosen)).sum(1).to(hidden.dtype)
+
+
+@cache
+def _dispatching(family: Any) -> Any:
+    """Returns the class `family` with `run_experts` as its forward. Compiled blocks break there: the number of rows is
+    the host's."""
+
+    @torch.compiler.disable
+    def forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return run_experts(module, hidden_states, top_k_index, top_k_weights)
+
+    return type(family.__name__, (family,), {"forward": forward, "__module__": family.__module__})
+
+
+def apply_expert_parallel(model: CausalLM, size: int, rank: int) -> None:
+    """Gives `model`, on the meta device, the experts of the global `rank`, of `size` ranks that share those of each
+    block. Raises RecipeError where the model cannot be split so."""
+    if size == 1:
+        return
+    config, group = model.config, EPGroup(size, rank % size)
+    setting = f"parallel.ep_size = {size}: family {config.model_type!r}"
+    stacks = [module for block in model.blocks for module in block.modules() if getattr(module, STACKED, None)]
+    if not stacks:
+        raise RecipeError(f"{setting} has no stacked experts; set parallel.ep_size=1")
+    module: Any
+    for module in stacks:
+        parameters = dict(module.named_parameters())
+        # transformers' decorator of experts sets is_transposed: without it a forward takes other arguments
+        if not hasattr(module, "is_transposed") or any(
+            "." in name or len(parameter) % module.num_experts for name, parameter in parameters.items()
+        ):
+            raise RecipeError(
+                f"{setting}: {type(module).__name__} does more than transformers' experts interface has; set "
+                "parallel.ep_size=1"
+            )
+        if module.num_experts % size:
+            fits = ", ".join(str(n) for n in range(1, module.num_experts + 1) if module.num_experts % n == 0)
+            raise RecipeError(
+                f"parallel.ep_size = {size}: does not divide the {module.num_experts} experts of a block; it may be {fits}"
+            )
+        for name, parameter in parameters.items():
+            each = len(parameter) // size
+            local = parameter.detach()[group.ep_rank * each : (group.ep_rank + 1) * each]
+            slots_of(module)[name] = nn.Parameter(local.contiguous(), parameter.requires_grad)
+        module.__class__, module.ep_group = _dispatching(type(module)), group
+
+
+def find_experts(model: nn.Module) -> list[Any]:
+    """Returns the modules of `model` whose experts ranks along ep share."""
+    return [module for module in model.modules() if isinstance(getattr(module, "ep_group", None), EPGroup)]
+
+
+def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
+    return {parameter for module in find_experts(model) for parameter in module.parameters(recurse=False)}
+
+
+def place_experts(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Makes DTensors, with their whole shapes, of the experts of `model`, on `mesh`'s axis ep, and sets the process
+    group of their EPGroup."""
+    along = mesh[EP]
+    for module in find_experts(model):
+        module.ep_group.process_group = along.get_group()
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            placed = DTensor.from_local(parameter.detach(), along, [Shard(0)], run_check=False)
+            slots_of(module)[name] = nn.Parameter(placed, parameter.requires_grad)
