@@ -97,7 +97,8 @@ class ShardedBytes:
                     # The output is allocated after the unit's gradients are freed. Before torch 2.15 the last one is
                     # not freed by then (a variable of torch's loop holds it), and along tp none is.
                     last_shape: Sequence[int] = [(0,), *compress(unit.shapes, unit.trained)][-1]
-                    kept = prod(last_shape) * self.compute * self.every if self.layout.tp_size == 1 else computed
+                    last = prod(last_shape) * self.compute * self.every
+                    kept = min(computed, last) if self.layout.tp_size == 1 else computed
                     freed = computed - kept * (not self.frees_early)
                     yield "reduction", unit, now(computed, max(0, shard * self.reduce - freed))
                 reduce_input = trained * self.reduce
