@@ -68,13 +68,14 @@ class UnitPlan:
 
 def plan_unit(layout: Layout, unit: Unit, rank: int) -> UnitPlan:
     """Returns the host buffers that the global `rank` needs for `unit`. No process group is needed."""
-    shard, offload = rank_along(layout.sizes, DP_SHARD, rank), layout.offload
-    shapes = [(shard_rows(shape[0], layout.shards, shard), *shape[1:]) for shape in unit.shapes]
+    ranks, shard = layout.shards_of(unit), rank_along(layout.sizes_of(unit), DP_SHARD, rank)
+    shapes = [(shard_rows(shape[0], ranks, shard), *shape[1:]) for shape in unit.shapes]
+    offload = layout.offload
     trained = sum(round_up(prod(part), ALIGN) for part, trains in zip(shapes, unit.trained, strict=True) if trains)
     free = {True: 0, False: trained}  # where the next trained, and the next frozen parameter begins
     slots, gathered, reduced = [], 0, 0
     for full, part, trains in zip(unit.shapes, shapes, unit.trained, strict=True):
-        padded = ceil_div(full[0], layout.shards) * prod(full[1:])
+        padded = ceil_div(full[0], ranks) * prod(full[1:])
         slots.append(BufferSlot(free[trains], prod(part), part, gathered, padded, reduced if trains else -1))
         free[trains] += round_up(prod(part), ALIGN)
         gathered += padded
@@ -154,7 +155,8 @@ def offloaded_bytes(layout: Layout, rank: int) -> dict[str, int]:
 
 def largest_bytes(layout: Layout, dtype: torch.dtype, trained_only: bool = False) -> int:
     """Returns the bytes of the largest unit's padded shards, in whole pages."""
-    most = max(unit.padded_numel(layout.shards, trained_only) for unit in layout.units) // layout.shards
+    shards = {unit: layout.shards_of(unit) for unit in layout.units}
+    most = max(unit.padded_numel(ranks, trained_only) // ranks for unit, ranks in shards.items())
     return aligned(most * dtype.itemsize)
 
 

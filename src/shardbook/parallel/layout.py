@@ -120,8 +120,13 @@ class Layout:
     @cached_property
     def meshes(self) -> list[dict[str, int]]:
         """The sizes of every mesh over this layout's ranks on which parameters lie; under ep the last one is that of
-        experts, with the rest of dp_replicate and dp_shard, and ep."""
+        experts, with ep, and with what it leaves of dp_replicate and dp_shard."""
         return [self.sizes] + [expert_sizes(self.sizes, self.stage.shards, self.ep_size)] * (self.ep_size > 1)
+
+    @property
+    def expert_units(self) -> list[Unit]:
+        """The units of experts that ranks along ep share, in forward order."""
+        return [unit for unit in self.units if unit.is_experts]
 
     def sizes_of(self, unit: Unit) -> dict[str, int]:
         """Returns the sizes of the axes on which `unit` lies."""

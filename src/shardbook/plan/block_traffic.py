@@ -6,7 +6,7 @@ Invariant: as events.py, whose list of a step has them between the all-gathers a
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import compress, takewhile
+from itertools import compress, islice, takewhile
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -51,12 +51,8 @@ def read_inside(
         return []
     if micros := micros_of() if micros_of else None:
         sizes = [(m.input_ids.numel(), sum(m.trained), len(m.trained)) for m in micros]
-        each = len(received) // len(sizes)
-        rows = [received[number * each : (number + 1) * each] for number in range(len(sizes))]
-        return [
-            _inside(layout, config, recipe, rank, *size, of_blocks)
-            for size, of_blocks in zip(sizes, rows, strict=True)
-        ]
+        rows = rows_of_micros(layout, received, len(sizes))
+        return [_inside(layout, config, recipe, rank, *size, of) for size, of in zip(sizes, rows, strict=True)]
     tokens, sequences = recipe.micro_tokens, recipe.micro_tokens // recipe.data.max_length
     full = tokens // layout.cp_size, (tokens - sequences) // layout.cp_size, sequences
     return [_inside(layout, config, recipe, rank, *full)] * recipe.train.gradient_accumulation_steps
@@ -96,6 +92,8 @@ def _inside(
     counted = sum(layout.balanced) + BALANCE_NUMBERS
     counts = ("all_reduce", layout.axis_of_all, counted * FP32) if layout.balanced else ()
 
+    alike: list[None] = [None] * bool(layout.expert_units)
+
     def sends(*each: Any) -> Collectives:
         return tuple(send for send in each if send)
 
@@ -118,10 +116,20 @@ def _inside(
             sends(gather, *loss_gathers, slice_sum, counts),
             sends(*loss_gathers * recipe.recomputes_logits, scatter),
         ),
-        experts=tuple(expert_exchanges(layout, config, tokens, rows) for rows in received or [None] * (layout.ep_size > 1)),
+        experts=tuple(expert_exchanges(layout, config, tokens, rows) for rows in received or alike),
         beside=beside,
         stream_bytes=of_tokens // tp_size,
     )
+
+
+def rows_of_micros(layout: Layout, received: Sequence[int], micros: int) -> list[list[int]]:
+    """Returns of each of `micros` micro-batches what its part of `received` is, in the order of blocks."""
+    rows, left = [list[int]() for _ in range(micros)], iter(received)
+    counts = [len(chunk.expert_units) for chunk in layout.chunks]
+    for action in layout.pipeline.actions(micros) if received else ():
+        if action.is_forward:
+            rows[action.micro] += islice(left, counts[action.chunk])
+    return rows
 
 
 def expert_exchanges(
@@ -130,7 +138,7 @@ def expert_exchanges(
     """Returns what the experts of a block exchange along ep, for `tokens` of this rank of which each goes to as many
     experts as its router chooses, and `received` rows (None: as many): in forward, in backward, and in the backward of
     a block that runs again. Forward sends how many rows each expert gets, these rows, and what became of them back."""
-    unit = next(unit for unit in layout.units if unit.is_experts)
+    unit = layout.expert_units[0]
     axis, row_bytes = layout.counted_axis(unit, EP), config.hidden_size * layout.dtype("params").itemsize
     sent = tokens * experts_per_token(config)
     rows = sent if received is None else received

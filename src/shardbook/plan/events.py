@@ -145,12 +145,11 @@ class _Chunk:
         self.first_block = units[0] if units else None
         self.of_blocks = {*units, *(unit for unit in chunk_layout.units if unit.in_block and not unit.forward_only)}
         self.number_of = dict(zip(units, numbers, strict=False))  # of a unit that is a block, in the whole model
-        experts = [unit for unit in chunk_layout.units if unit.is_experts]
-        blocks_of = [next(block for block in units if unit.modules[0] in block.inside) for unit in experts]
-        # of a unit of experts: its number among these, and that of its block
+        # of each unit of experts: its place among all of this rank, and the number of its block
         self.experts = {
-            unit: (place, self.number_of.get(block, 0))
-            for place, (unit, block) in enumerate(zip(experts, blocks_of, strict=True))
+            unit: (place, next(self.number_of.get(block, 0) for block in units if unit.modules[0] in block.inside))
+            for place, unit in enumerate(layout.expert_units)
+            if unit in chunk_layout.units
         }
         frozen = [unit for unit in chunk_layout.units if unit.forward_only and not unit.is_root_like]
         self.blocks_beside = [unit for unit in frozen if not isinstance(unit.modules[0], nn.Embedding)]
@@ -250,7 +249,7 @@ class _Chunk:
             else:
                 summed = replica_sum(layout, [unit]) if is_last else ()
                 yield Event("reduce", unit, reduction(layout, unit) + summed)
-                if layout.steps_on_host and any(unit.trained) and (is_last or layout.replicas == 1):
+                if layout.steps_on_host and any(unit.trained) and (is_last or layout.replicas_of(unit) == 1):
                     yield Event("arrive", unit)
             for missing, _ in unsent:
                 missing.discard(unit)
@@ -334,9 +333,10 @@ def step_events(
     copies = {DP_REPLICATE, *[TP] * (not layout.trains_tp_sharded)}
     spread = [axis for axis, size in reversed(layout.sizes.items()) if size > 1 and axis not in copies]
     for unit in [unit for unit in layout.units if unit.is_experts and any(unit.trained)][:1]:
-        # the innermost axis first: what then is left of theirs is summed like all else
+        # the innermost axis first: what then is left of theirs is summed like all else; and last the layers of others
         inner = [layout.counted_axis(unit, axis) for axis in (EP, DP_SHARD) if layout.sizes_of(unit)[axis] > 1]
-        spread = list(dict.fromkeys([*inner[:-1], *spread, inner[-1]]))
+        last = [axis for axis in spread if axis == PP]
+        spread = list(dict.fromkeys([*inner[:-1], *spread[: len(spread) - len(last)], inner[-1], *last]))
     yield Event("norm", None, tuple(("all_reduce", axis, NORM_BYTES) for axis in spread))
     exchanges = muon_exchanges(layout) if OPTIMIZERS[optimizer_name].whole_matrices else ()
     yield from (Event("update", unit) for unit in layout.units if is_away and any(unit.trained))

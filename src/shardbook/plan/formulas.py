@@ -59,7 +59,8 @@ def predict_resident(layout: Layout, rank: int, optimizer_name: str = "adamw") -
     params = grads = optimizer = 0
     if layout.steps_on_host:  # what is on the device are copies in the dtype of compute, or nothing
         at_rest = layout.dtype("params").itemsize * (layout.offload.params == "none")
-        numel = sum(unit.padded_numel(layout.shards) for unit in layout.units) // layout.shards
+        shards_of = {unit: layout.shards_of(unit) for unit in layout.units}
+        numel = sum(unit.padded_numel(shards) // shards for unit, shards in shards_of.items())
         return Resident(numel * at_rest, 0, 0)
     for unit in layout.units:
         shards, shard = layout.shards_of(unit), rank_along(layout.sizes_of(unit), DP_SHARD, rank)
