@@ -31,6 +31,7 @@ from shardbook.recipe import Parallel, Precision, RecipeError, check_parallel, f
 
 NOT_OF_A_MODULE = {
     "cp": "ranks that share rows exchange heads inside attention, and which code of a module is attention is not known",
+    "ep": "ranks that share experts send them tokens, and which modules are experts of a block is not known",
     "pp": "a pipeline runs the micro-batches of a step in an order of its own, and the loop here is yours",
 }
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # nobody calls their forward

@@ -121,7 +121,8 @@ def _show(value: Any) -> str:
 
 
 TP, CP, PP = "parallel.tp_size!=1", "parallel.cp_size!=1", "parallel.pp_size!=1"
-AXES = f"{TP} {CP} {PP}"
+EP = "parallel.ep_size!=1"
+AXES = f"{TP} {CP} {EP} {PP}"
 STATE, LORA = "offload.optimizer!=none", "lora.r!=0"
 QWZ, QGZ, HPZ = "parallel.quantize_weights!=0", "parallel.quantize_gradients!=[]", "parallel.secondary_shard!=0"
 UNQUANTISED = "parallel.quantize_weights=0 parallel.quantize_gradients=[]"
@@ -245,6 +246,15 @@ RULES = (
          f"{APART}a wrong bit goes on to the next stage, so the rank that made it could not be named",
          "leave train.check_steps out"),
     # mixtures of experts
+    Rule(EP, TP, f"{APART}ranks along tp have the same tokens in an MLP, and each would send them to the experts",
+         "set parallel.tp_size=1"),
+    Rule(EP, "train.compile=True", "torch's compiler recomputes no block that it compiles in parts, and experts part it",
+         "set train.compile=false or activation.checkpointing=none", "activation.checkpointing!=none"),
+    Rule(EP, "parallel.forward_prefetch!=-1|0",
+         "a block that backward runs again would gather the one after it for nothing",
+         "leave parallel.forward_prefetch out", "activation.checkpointing!=none"),
+    Rule(EP, "preference.precompute_ref_log_probs=False",
+         "the reference sends tokens to other experts, and its bytes are not predicted", "leave it out"),
     Rule("train.router_aux_loss_coef!=0.0", "method!=sft", "only sft has an auxiliary loss", "leave it out"),
     Rule("train.router_aux_loss_coef!=0.0", PP,
          f"{APART}its gradient needs the choices of all layers, and a stage has those of later ones after its backward",
