@@ -126,8 +126,9 @@ def assign_writes(
     torch's distributed checkpoints calls deduplication.)
 
     `held`: name, tensor and bytes of its part of each tensor, in an order that is the same on all ranks with that part.
-    `meshes`: the sizes of the axes of each mesh over all ranks on which tensors lie. `tied`: names of tensors that the first and the last pipeline stage have. Among the
-    tensors of which the same ranks have copies, each is written by the rank that has the fewest bytes by then:
+    `meshes`: the sizes of the axes of each mesh over all ranks on which tensors lie. `tied`: names of tensors that the
+    first and the last pipeline stage have. Among the tensors of which the same ranks have copies, each is written by
+    the rank that has the fewest bytes by then:
 
                        dp_replicate 0       dp_replicate 1       dp_replicate 2
         w (6 bytes)    writes               has a copy           has a copy

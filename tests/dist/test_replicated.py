@@ -75,14 +75,14 @@ def compare(params, reduce, bug=None, bucket=0):
 
     from shardbook import Precision, shard_model
     from shardbook.model.dtypes import DTYPES
-    from shardbook.parallel import layout, replicated
+    from shardbook.parallel import buckets, replicated
     from shardbook.plan.formulas import predict_traffic
     from shardbook.ranks.distributed import start_distributed
 
     ranks = start_distributed()
     if bug:
         bug(replicated)
-    layout.BUCKET_BYTES = bucket * DTYPES[reduce].itemsize
+    buckets.BUCKET_BYTES = bucket * DTYPES[reduce].itemsize
     model, seen = made(), set()
     at_rest = dict(model.named_parameters())
     sharded = shard_model(model, blocks=model.blocks, stage="ddp", precision=Precision(params=params, reduce=reduce))

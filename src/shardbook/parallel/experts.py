@@ -24,7 +24,9 @@ from shardbook.model.causal_lm import CausalLM
 from shardbook.model.marks import STACKED
 from shardbook.recipe import RecipeError
 
-COMPUTE = "grouped_mm"  # of transformers' implementations: one call for all experts, and gradients of those without rows
+COMPUTE = (
+    "grouped_mm"  # of transformers' implementations: one call for all experts, and gradients of those without rows
+)
 COUNT_BYTES = 8  # of an expert's tokens
 
 
@@ -146,7 +148,7 @@ def _dispatching(family: Any) -> Any:
     """Returns the class `family` with `run_experts` as its forward. Compiled blocks break there: the number of rows is
     the host's."""
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         return run_experts(module, hidden_states, top_k_index, top_k_weights)
 
@@ -177,13 +179,15 @@ def apply_expert_parallel(model: CausalLM, size: int, rank: int) -> None:
         if module.num_experts % size:
             fits = ", ".join(str(n) for n in range(1, module.num_experts + 1) if module.num_experts % n == 0)
             raise RecipeError(
-                f"parallel.ep_size = {size}: does not divide the {module.num_experts} experts of a block; it may be {fits}"
+                f"parallel.ep_size = {size}: does not divide the {module.num_experts} experts of a block; it may be "
+                f"{fits}"
             )
         for name, parameter in parameters.items():
             each = len(parameter) // size
             local = parameter.detach()[group.ep_rank * each : (group.ep_rank + 1) * each]
             slots_of(module)[name] = nn.Parameter(local.contiguous(), parameter.requires_grad)
-        module.__class__, module.ep_group = _dispatching(type(module)), group
+        family: Any = type(module)
+        module.__class__, module.ep_group = _dispatching(family), group
 
 
 def find_experts(model: nn.Module) -> list[Any]:

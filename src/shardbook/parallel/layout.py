@@ -15,27 +15,20 @@ import torch
 from torch import nn
 
 from shardbook.arithmetic import ceil_div
-from shardbook.axes import (
-    CP,
-    DATA_AXES,
-    DP_REPLICATE,
-    DP_SHARD,
-    EP,
-    OF_EXPERTS,
-    PP,
-    PP_BACKWARD,
-    PP_ENDS,
-    PP_FORWARD,
-    TP,
-    WORLD,
-    rank_along,
-    ranks_along,
-)
+from shardbook.axes import CP, DATA_AXES, DP_REPLICATE, DP_SHARD, OF_EXPERTS, PP, TP, WORLD, rank_along, ranks_along
 from shardbook.comm.zeropp_collectives import ZeroppSwitches
 from shardbook.model.dtypes import DTYPES
 from shardbook.model.marks import NOT_STORED
 from shardbook.model.weights import file_shapes
-from shardbook.parallel.mesh import DataRank, axis_groups, expert_sizes, fold_sizes, resolve_sizes, unfold_sizes
+from shardbook.parallel.mesh import (
+    DataRank,
+    axis_groups,
+    expert_sizes,
+    fold_sizes,
+    pipeline_groups,
+    resolve_sizes,
+    unfold_sizes,
+)
 from shardbook.parallel.schedule import Pipeline
 from shardbook.parallel.units import Placement, Unit, backward_order, choose_units, place_whole
 from shardbook.parallel.zeropp import read_switches
@@ -44,7 +37,6 @@ from shardbook.recipe import Offload, Parallel, Precision, Stage, find_stage
 ON_DEVICE, WHOLE_MODEL = Offload(), Pipeline()
 # what choose_units reads of [parallel]
 UNIT_KEYS = ("reshard_min_params", "forward_prefetch", "backward_prefetch")
-BUCKET_BYTES = 25 * 2**20  # torch DDP's bucket_cap_mb: an all-reduce of less costs its latency, not its bytes
 
 
 Answer = TypeVar("Answer")
@@ -213,23 +205,6 @@ class Layout:
         return self.dtype("reduce" if sends else "master")
 
     @cached_property
-    def buckets(self) -> list[list[Unit]]:
-        """Returns the units whose gradients one all-reduce sums over replicas, where there is one shard, in the order
-        in which they are sent. Small neighbours are joined; a unit above BUCKET_BYTES is alone, and with one replica,
-        where nothing is sent, every unit is alone."""
-        joined, room = list[list[Unit]](), 0
-        for unit in sorted(backward_order(self.units), key=lambda unit: unit.is_root_like):
-            if not (size := unit.padded_numel(1, trained_only=True) * self.sum_dtype.itemsize):
-                continue
-            if joined and size <= room:
-                joined[-1].append(unit)
-                room -= size
-            else:
-                joined.append([unit])
-                room = (BUCKET_BYTES - size) * (self.replicas > 1)
-        return joined
-
-    @cached_property
     def full_shapes(self) -> dict[str, torch.Size]:
         """Returns the shape of every parameter of the whole model, in order, without those of a teacher beside it."""
         return {name: each.shape for name, each in self.placements.items() if not name.startswith(NOT_STORED)}
@@ -325,7 +300,9 @@ def read_sizes(parallel: Parallel, world_size: int) -> dict[str, int]:
     """Returns the size of every mesh axis that parameters lie on, outermost first. Raises RecipeError where `parallel`
     does not fit the ranks."""
     stage = find_stage(parallel.stage)
-    return fold_sizes(resolve_sizes(parallel, stage.axes, world_size), stage.shards)
+    sizes = fold_sizes(resolve_sizes(parallel, stage.axes, world_size), stage.shards)
+    expert_sizes(sizes, stage.shards, parallel.ep_size)  # raises where ep does not divide them
+    return sizes
 
 
 def build_layout(
@@ -365,11 +342,3 @@ def build_layout(
     every = tuple(unit for each in units for unit in each)
     facts = (stage, sizes, every, parallel, precision, switches, ranks_per_node, offload, teacher, parallel.cp_size)
     return Layout(*facts, pipeline, tuple(map(len, units)), placements)
-
-
-def pipeline_groups(along: list[int], rank: int) -> dict[str, list[int]]:
-    """Returns, of the ranks `along` pp, the two ends; `rank` and the rank that it sends activations to; `rank` and the
-    rank that it sends gradients to. The first rank follows the last: it goes on with the next chunk of layers."""
-    pp_rank = along.index(rank)
-    following, before = along[(pp_rank + 1) % len(along)], along[pp_rank - 1]
-    return {PP_ENDS: [along[0], along[-1]], PP_FORWARD: [rank, following], PP_BACKWARD: [rank, before]}

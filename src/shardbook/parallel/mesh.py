@@ -8,7 +8,21 @@ the axis that parameters lie on, as ZeRO++'s nodes are. `fold_sizes` returns the
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardbook.axes import ACROSS, CP, DATA_AXES, DP_REPLICATE, DP_SHARD, EP, INSIDE, PP, TP, ranks_along
+from shardbook.axes import (
+    ACROSS,
+    CP,
+    DATA_AXES,
+    DP_REPLICATE,
+    DP_SHARD,
+    EP,
+    INSIDE,
+    PP,
+    PP_BACKWARD,
+    PP_ENDS,
+    PP_FORWARD,
+    TP,
+    ranks_along,
+)
 from shardbook.recipe import Parallel, RecipeError
 
 if TYPE_CHECKING:  # a launcher resolves sizes, and starts its ranks before it would have imported torch
@@ -92,7 +106,9 @@ def expert_sizes(sizes: dict[str, int], shards: bool, ep_size: int) -> dict[str,
     split = DP_SHARD if shards else DP_REPLICATE
     if sizes[split] % ep_size:
         fits = ", ".join(str(size) for size in range(1, sizes[split] + 1) if sizes[split] % size == 0)
-        raise RecipeError(f"parallel.ep_size = {ep_size}: does not divide the {sizes[split]} ranks of {split}; it may be {fits}")
+        raise RecipeError(
+            f"parallel.ep_size = {ep_size}: does not divide the {sizes[split]} ranks of {split}; it may be {fits}"
+        )
     return sizes | {split: sizes[split] // ep_size, EP: ep_size}
 
 
@@ -141,3 +157,11 @@ def axis_groups(sizes: dict[str, int], rank: int, inside: int) -> dict[str, list
     if 1 < inside < sizes[DP_SHARD]:
         groups |= {axis: ranks_along(split_sizes(sizes, inside), axis, rank) for axis in (INSIDE, ACROSS)}
     return groups
+
+
+def pipeline_groups(along: list[int], rank: int) -> dict[str, list[int]]:
+    """Returns, of the ranks `along` pp, the two ends; `rank` and the rank that it sends activations to; `rank` and the
+    rank that it sends gradients to. The first rank follows the last: it goes on with the next chunk of layers."""
+    pp_rank = along.index(rank)
+    following, before = along[(pp_rank + 1) % len(along)], along[pp_rank - 1]
+    return {PP_ENDS: [along[0], along[-1]], PP_FORWARD: [rank, following], PP_BACKWARD: [rank, before]}

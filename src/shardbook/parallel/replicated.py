@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardbook.comm.torch_private import call_after_backward, copy_together, slots_of, version_of
+from shardbook.parallel.buckets import bucket_units
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.pass_monitor import PassMonitor, call_before_backward
 from shardbook.parallel.units import parameters_of_units
@@ -193,7 +194,7 @@ class ReplicatedParameters:
             stepped = register_optimizer_step_post_hook(partial(_note_step, ref(self), {*places}))
             finalize(self, stepped.remove)
         parameters = parameters_of_units(self.layout.units)
-        for bucket in self.layout.buckets:
+        for bucket in bucket_units(self.layout):
             part = GradientBucket(
                 [parameter for unit in bucket for parameter in parameters[unit] if parameter.requires_grad]
             )

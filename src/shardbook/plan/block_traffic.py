@@ -144,7 +144,9 @@ def expert_exchanges(
     rows = sent if received is None else received
     counts = layout.experts * COUNT_BYTES
     forward, backward = (counts, sent * row_bytes, rows * row_bytes), (sent * row_bytes, rows * row_bytes)
-    of_calls = [tuple(("all_to_all", axis, size) for size in sizes) for sizes in (forward, backward, forward + backward)]
+    of_calls = [
+        tuple(("all_to_all", axis, size) for size in sizes) for sizes in (forward, backward, forward + backward)
+    ]
     return of_calls[0], of_calls[1], of_calls[2]
 
 

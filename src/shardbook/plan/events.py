@@ -15,10 +15,10 @@ from torch import nn
 
 from shardbook.arithmetic import ceil_div, round_up
 from shardbook.axes import DP_REPLICATE, DP_SHARD, EP, INSIDE, PP, PP_BACKWARD, PP_ENDS, PP_FORWARD, TP, rank_along
-from shardbook.comm.ledger import Traffic, Volume
 from shardbook.comm.quantize import buffer_bytes
 from shardbook.optim.muon import WIRE_BYTES
 from shardbook.optim.table import OPTIMIZERS
+from shardbook.parallel.buckets import bucket_units
 from shardbook.parallel.layout import Layout, cached_per_layout
 from shardbook.parallel.schedule import Action
 from shardbook.parallel.units import Unit, shard_rows
@@ -231,7 +231,7 @@ class _Chunk:
 
     def _backward(self, now: set[Unit], is_last: bool, inside: BlockTraffic) -> Iterator[Event]:
         layout, running, late, computed = self.layout, list[Unit](), list[Unit](), list[Unit]()
-        buckets = layout.buckets if layout.is_replicated else []
+        buckets = bucket_units(layout) if layout.is_replicated else []
         unsent = [(set(bucket), replica_sum(layout, bucket)) for bucket in buckets]
 
         def compute(unit: Unit) -> Event:
@@ -343,12 +343,3 @@ def step_events(
     yield Event("step", None, exchanges)
     sums = tuple(("all_reduce", layout.axis_of_all, size) for size in (COUNTS_BYTES, FLAGS_BYTES))
     yield Event("counts", None, sums)
-
-
-def count_traffic(events: Iterable[Event]) -> Traffic:
-    """Returns calls and payload bytes of `events`, by operation and mesh axis."""
-    traffic: Traffic = {}
-    for op, axis, payload in (each for event in events for each in event.sends):
-        if payload or op == "all_to_all":  # experts that no token chose take part in the exchange, and send nothing
-            traffic[op, axis] = traffic.get((op, axis), Volume()) + Volume(1, payload)
-    return traffic

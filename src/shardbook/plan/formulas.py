@@ -6,19 +6,19 @@ Needs no process group and no memory: the units may lie on the meta device.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import compress
 from math import prod
 
 from shardbook.axes import DP_SHARD, rank_along
-from shardbook.comm.ledger import Traffic
+from shardbook.comm.ledger import Traffic, Volume
 from shardbook.memory.direct_io import COPY_ALIGN
 from shardbook.memory.host_state import moved_bytes, offloaded_bytes, plan_unit
 from shardbook.optim.table import OPTIMIZERS
 from shardbook.parallel.layout import Layout, cached_per_layout
 from shardbook.parallel.units import shard_rows
-from shardbook.plan.events import BlockTraffic, count_traffic, step_events, step_passes
+from shardbook.plan.events import BlockTraffic, Event, step_events, step_passes
 from shardbook.recipe import Offload, Stage
 
 
@@ -49,6 +49,15 @@ def predict_traffic(
     step's `micros` micro-batches, after `forwards` - 1 forwards without a backward. `inside`: of `read_inside`.
     """
     return count_traffic(step_events(layout, micros, optimizer_name, forwards, rank, inside))
+
+
+def count_traffic(events: Iterable[Event]) -> Traffic:
+    """Returns calls and payload bytes of `events`, by operation and mesh axis."""
+    traffic: Traffic = {}
+    for op, axis, payload in (each for event in events for each in event.sends):
+        if payload or op == "all_to_all":  # experts that no token chose take part in the exchange, and send nothing
+            traffic[op, axis] = traffic.get((op, axis), Volume()) + Volume(1, payload)
+    return traffic
 
 
 @cached_per_layout

@@ -1,9 +1,9 @@
 """Measures blocks: runs each kind of block of a model once, forward and backward, on fake tensors.
 
 Invariant: nothing here knows a block's insides. A model of few layers, one of each kind where that can be, is built by
-the constructor that a run uses, with the run's kernel, adapters, checkpointing and ranks along tp, cp and ep, and is called
-as training calls it. Bytes are those of storages from allocation to release; what they grow by with tokens comes from
-micro-batches of two lengths (three, where a dense mask grows with their square).
+the constructor that a run uses, with the run's kernel, adapters, checkpointing and ranks along tp, cp and ep, and is
+called as training calls it. Bytes are those of storages from allocation to release; what they grow by with tokens comes
+from micro-batches of two lengths (three, where a dense mask grows with their square).
 """
 
 import copy

@@ -9,6 +9,7 @@ from math import prod
 
 from shardbook.comm.torch_private import frees_early
 from shardbook.memory.host_state import STAGINGS, fetched_bytes
+from shardbook.parallel.buckets import bucket_units
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.schedule import Action
 from shardbook.parallel.units import Unit
@@ -125,7 +126,7 @@ class CopiedBytes(ShardedBytes):
         super().__init__(layout, micros)
         self.dtype, self.begun = layout.sum_dtype.itemsize, set[int]()  # buckets that have sums
         self.sizes, self.bucket_of = list[int](), dict[Unit, int]()
-        for bucket in (bucket for chunk in layout.chunks for bucket in chunk.buckets):
+        for bucket in (bucket for chunk in layout.chunks for bucket in bucket_units(chunk)):
             self.bucket_of |= dict.fromkeys(bucket, len(self.sizes))
             self.sizes.append(sum(unit.padded_numel(1, trained_only=True) for unit in bucket))
 

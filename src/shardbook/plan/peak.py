@@ -59,7 +59,8 @@ def _moments(layout: Layout, chunk: int, units: Sequence[Unit], work: Activation
     back = [unit for unit in backward_order(order) if not unit.is_root_like]
     by_head = [unit for unit in back[:1] if any(shape[0] in (vocabulary, 1) for shape in unit.shapes)]
     blocks = [unit for unit in back if unit not in by_head and unit.read_in_backward and not unit.is_experts]
-    experts_of = {block: unit for block in blocks for unit in back if unit.is_experts and unit.modules[0] in block.inside}
+    experts = [unit for unit in back if unit.is_experts]
+    experts_of = {block: unit for block in blocks for unit in experts if unit.modules[0] in block.inside}
     # the head's gradient, which waits for the embedding's
     tied = 0 if by_head or not pipeline.is_last(chunk) else work.head_gradient
     # Along pp a buffer waits for the next receive. The gradient that was received before is there too, but for the
@@ -86,10 +87,10 @@ def _moments(layout: Layout, chunk: int, units: Sequence[Unit], work: Activation
         moments["forward", unit] = f"{name}, forward", before, block.forward
         moments["backward", unit] = name, held, block.inside + tied
         moments["reduction", unit] = f"{name}, reduced", before + grads, tied
-        if experts := experts_of.get(unit):  # the fullest moment is theirs; after it their gradients are gone
-            moments["forward", experts] = f"{name}, experts, forward", before, block.forward
-            moments["backward", experts] = f"{name}, experts", held, block.inside + tied
-            gradients = experts.padded_numel(1, trained_only=True) * layout.dtype("params").itemsize
+        if inner := experts_of.get(unit):  # the fullest moment is theirs; after it their gradients are gone
+            moments["forward", inner] = f"{name}, experts, forward", before, block.forward
+            moments["backward", inner] = f"{name}, experts", held, block.inside + tied
+            gradients = inner.padded_numel(1, trained_only=True) * layout.dtype("params").itemsize
             moments["backward", unit] = name, held, max(0, block.inside - gradients) + tied
     others = [unit for unit in [*back, *spanning] if unit not in by_head and unit not in blocks]
     for unit in [unit for unit in others if not unit.is_experts][-1:]:

@@ -23,8 +23,8 @@ from shardbook.parallel.schedule import bubble
 from shardbook.parallel.units import Unit
 from shardbook.plan.activation_bytes import without_adapters
 from shardbook.plan.block_traffic import read_inside
-from shardbook.plan.events import Collectives, count_traffic, muon_exchanges, step_passes
-from shardbook.plan.formulas import count_moves
+from shardbook.plan.events import Collectives, muon_exchanges, step_passes
+from shardbook.plan.formulas import count_moves, count_traffic
 from shardbook.plan.hardware import ATTENTION, MEMORY, PCIE_SHARE, PRODUCTS, Cluster
 from shardbook.plan.measure_blocks import kinds_of, measure_blocks
 from shardbook.recipe import Recipe

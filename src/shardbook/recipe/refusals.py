@@ -248,7 +248,8 @@ RULES = (
     # mixtures of experts
     Rule(EP, TP, f"{APART}ranks along tp have the same tokens in an MLP, and each would send them to the experts",
          "set parallel.tp_size=1"),
-    Rule(EP, "train.compile=True", "torch's compiler recomputes no block that it compiles in parts, and experts part it",
+    Rule(EP, "train.compile=True",
+         "torch's compiler recomputes no block that it compiles in parts, and experts part it",
          "set train.compile=false or activation.checkpointing=none", "activation.checkpointing!=none"),
     Rule(EP, "parallel.forward_prefetch!=-1|0",
          "a block that backward runs again would gather the one after it for nothing",

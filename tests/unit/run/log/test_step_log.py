@@ -112,7 +112,9 @@ def build_log(folder, metrics=(), **train):
         steps=5,
     )
     run = SimpleNamespace(path=folder, name="run")
-    sharded = SimpleNamespace(model=torch.nn.Module(), offloaded=None, take_metrics=dict)
+    sharded = SimpleNamespace(
+        model=torch.nn.Module(), offloaded=None, take_metrics=dict, note_routing=lambda: None, take_routing=list
+    )
     ranks = SimpleNamespace(rank=0, world_size=1, ranks_per_node=1, is_main=True, device=CPU)
     optimizer = SimpleNamespace(state={})
     return StepLog(job, run, sharded, optimizer, TrainState(0, 0, {}), ranks, Console(False), StopFlag())
