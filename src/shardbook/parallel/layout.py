@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shardbook.arithmetic import ceil_div
-from shardbook.axes import CP, DATA_AXES, DP_REPLICATE, DP_SHARD, OF_EXPERTS, PP, TP, WORLD, rank_along, ranks_along
+from shardbook.axes import CP, DATA_AXES, DP_REPLICATE, DP_SHARD, EP, OF_EXPERTS, PP, TP, WORLD, rank_along, ranks_along
 from shardbook.comm.zeropp_collectives import ZeroppSwitches
 from shardbook.model.dtypes import DTYPES
 from shardbook.model.marks import NOT_STORED
@@ -168,8 +168,9 @@ class Layout:
 
     @property
     def shared(self) -> dict[str, int]:
-        """The number of ranks, by axis, that compute one micro-batch together: they split matrices, rows or layers."""
-        return {TP: self.tp_size, CP: self.cp_size, PP: self.pipeline.ranks}
+        """The number of ranks, by axis, that compute one micro-batch together, as they split matrices, rows, experts or
+        layers."""
+        return {TP: self.tp_size, CP: self.cp_size, EP: self.ep_size, PP: self.pipeline.ranks}
 
     def dtype(self, what: Literal["params", "reduce", "master"]) -> torch.dtype:
         """Returns a dtype. params: of gathered parameters and compute; reduce: of gradients on the network and their
@@ -226,9 +227,10 @@ class Layout:
 
     @property
     def backward_prefetch(self) -> int:
-        """The number of units gathered ahead in backward: as asked for, else one where the stage gathers there."""
-        asked = self.parallel.backward_prefetch
-        return asked if asked >= 0 else int(self.stage.reshard_after_forward)
+        """The number of units gathered ahead in backward: as asked for, else one block where the stage gathers there.
+        Under ep that is two units: experts come first in the backward of their block, so both are needed at once."""
+        asked, a_block = self.parallel.backward_prefetch, 1 + (self.ep_size > 1)
+        return asked if asked >= 0 else a_block * self.stage.reshard_after_forward
 
     def run_order(self, is_forward: bool) -> list[tuple[Unit, list[Unit]]]:
         """Returns the units in the order in which forward, or backward, reaches them, each with the units that are

@@ -1,7 +1,7 @@
 """The advice of a plan: the fastest of the candidates that fit, and the reasons against the others.
 
-Invariant: an estimate decides between candidates, so other tp, cp or pp sizes than the recipe's are advised only where
-they gain more than the estimate may err, or nothing else fits: the traffic of tp and cp delays every block.
+Invariant: an estimate decides between candidates, so other tp, cp, pp or ep sizes than the recipe's are advised only
+where they gain more than the estimate may err, or nothing else fits: the traffic of tp, cp and ep delays every block.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from shardbook.plan.hardware import Cluster
 from shardbook.recipe import TIERS, conflicts, with_settings
 
 AGAIN = {"none": 0.0, "selective": 0.05, "full": 0.25}  # greatest share of a step's time that recompute takes
-GAIN = 0.9  # other tp, cp or pp must get below this share of a step's time: the estimate is no better
+GAIN = 0.9  # other tp, cp, pp or ep must get below this share of a step's time: the estimate is no better
 # settings with which few of the weights are trained
 ADAPTERS: dict[str, dict[str, Any]] = {"LoRA": {"lora.r": 16}, "QLoRA": {"lora.r": 16, "model.load_in_4bit": True}}
 
@@ -34,7 +34,7 @@ def advise(planner: Planner, cluster: Cluster) -> Advice:
     for tier in TIERS[:1] if is_fixed else TIERS:  # each slower than the one before
         everything += planner.candidates(cluster, tier)
         best = _fastest(everything)
-        if tier == "none" and _may_gain(cluster, best):
+        if tier == "none" and _may_gain(planner, cluster, best):
             others = _sharing(planner, cluster)
             everything += others
             other = _fastest(others)
@@ -48,7 +48,7 @@ def advise(planner: Planner, cluster: Cluster) -> Advice:
         )
         best = _fastest([best, *filter(None, map(planner.interleaved, able))])
     refused = []
-    if best:  # stages are judged by candidates with the best one's tp, cp and pp sizes
+    if best:  # stages are judged by candidates with the best one's tp, cp, pp and ep sizes
         everything = [each for each in everything if each.layout.shared == best.layout.shared]
     for name in dict.fromkeys(candidate.layout.stage.name for candidate in everything):
         of_stage = [candidate for candidate in everything if candidate.layout.stage.name == name]
@@ -72,7 +72,7 @@ def fit_adapters(planner: Planner, cluster: Cluster) -> dict[str, Candidate | No
 
 
 def _sharing(planner: Planner, cluster: Cluster) -> list[Candidate]:
-    """Returns candidates with another tp, cp or pp size; where none of them fits, also with two of the three."""
+    """Returns candidates with another tp, cp, pp or ep size; where none of them fits, with two of tp, cp and pp."""
     candidates = list[Candidate]()
     for both in (False, True):
         for sizes in planner.parallel_sizes(cluster, both):
@@ -87,14 +87,15 @@ def _fastest(candidates: list[Candidate]) -> Candidate | None:
     return min(fitting, key=lambda candidate: candidate.time.seconds, default=None)
 
 
-def _may_gain(cluster: Cluster, best: Candidate | None) -> bool:
-    """Returns whether other tp, cp or pp sizes could save 1 - GAIN of the time of `best`, or fit where nothing does.
-    Nothing hides their collectives: only waits for nodes or pipeline stages can be saved, and recompute beside them."""
+def _may_gain(planner: Planner, cluster: Cluster, best: Candidate | None) -> bool:
+    """Returns whether other sizes could save 1 - GAIN of the time of `best`, or fit where nothing does. Nothing hides
+    their collectives: only waits for nodes or pipeline stages, or for gathers of experts, can be saved, and recompute
+    beside them."""
     if best is None:
         return True
     waits = best.time.exposed + best.time.bubble
     most = waits / best.time.seconds + AGAIN[best.recipe.activation.checkpointing]
-    return (cluster.nodes > 1 or best.time.bubble > 0) and most > 1 - GAIN
+    return (cluster.nodes > 1 or best.time.bubble > 0 or planner.has_experts) and most > 1 - GAIN
 
 
 def _reason(best: Candidate, refused: list[tuple[Candidate, str]], cluster: Cluster) -> str:

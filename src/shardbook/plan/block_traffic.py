@@ -193,6 +193,29 @@ def describe_sharing(layout: Layout) -> str:
     return sentence
 
 
+def describe_experts(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> str:
+    """Returns a sentence on ep: how many experts a rank has, how many tokens of a rank's micro-batch make its exchanges
+    as large as the gathers and reductions of experts that they replace, and whether the ranks are more than a node has;
+    empty without ep."""
+    if layout.ep_size == 1:
+        return ""
+    each = layout.experts // layout.ep_size
+    sentence = (
+        f"{layout.ep_size} ranks share {layout.experts} experts of a block, {each} on each, and send tokens there"
+    )
+    if layout.stage.reshard_after_forward:
+        itemsize, reduce = layout.dtype("params").itemsize, layout.dtype("reduce").itemsize
+        unit = layout.expert_units[0]
+        gathered = (2 * unit.numel * itemsize + unit.padded_numel(1, trained_only=True) * reduce) * layout.ep_size
+        exchanges = 6 if recipe.activation.kind not in ("none", "budget") else 4
+        row_bytes = experts_per_token(config) * config.hidden_size * itemsize
+        even = gathered // (exchanges * row_bytes)
+        sentence += f"; fewer bytes than gathering all of them while a micro-batch of a rank has under {even:,} tokens"
+    if layout.ep_size > (node := layout.ranks_per_node):
+        sentence += f"; slow: a node has {node} ranks, and tokens go between nodes in every block"
+    return sentence
+
+
 def describe_pipeline(layout: Layout, micros: int) -> str:
     """Returns a sentence on the pipeline: its stages, their bubble, activations that the first holds, and reasons why
     it is slow; empty without pp."""

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 
 from shardbook.memory.host_state import offloaded_bytes
 from shardbook.model.attention import kernel_on_gpu
+from shardbook.model.experts import stacked_parameters
 from shardbook.model.flops import Flops
 from shardbook.model.marks import NOT_STORED
 from shardbook.model.selfcheck import check_family
@@ -36,11 +37,11 @@ KINDS = ("none", "selective", "full")  # the cheapest in time first
 DOCUMENT_TOKENS = 1200  # of a document in packed rows, where no other number is given
 DISK = "/scratch"  # stands in an advice for the directory, which only its user knows
 FILLED = 4  # most micro-batches for each rank along pp that are tried
-MICROS = 8  # most micro-batches of a step that are tried with other tp, cp or pp sizes, beside FILLED
+MICROS = 8  # most micro-batches of a step that are tried with other sizes than the recipe's, beside FILLED
 SIZES = (1, 2, 4, 8)
 PP_SIZES = (2, 4, 8, 16)  # pp sizes that are tried
-ParallelSizes = tuple[int, int, int]  # tp_size, cp_size, pp_size
-SIZE_KEYS = ("tp_size", "cp_size", "pp_size")
+SIZE_KEYS = ("tp_size", "cp_size", "pp_size", "ep_size")
+ParallelSizes = tuple[int, int, int, int]  # of SIZE_KEYS
 WORLDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
@@ -132,6 +133,7 @@ class Candidate:
 
     def words(self) -> str:
         train, offload, mesh = self.recipe.train, self.recipe.offload, describe_sizes(self.layout.mesh)
+        mesh += f", ep {self.layout.ep_size}" * (self.layout.ep_size > 1)
         away = [f"{what} on {tier}" for what in ("optimizer", "params") if (tier := getattr(offload, what)) != "none"]
         sizes = [f"{size / 1e9:,.0f} GB of {where} a rank" for where, size in self.offloaded_bytes.items()]
         return (
@@ -160,19 +162,23 @@ class Planner:
         placements = self.local.placements.items()
         return sum(placement.numel for name, placement in placements if not name.startswith(NOT_STORED))
 
+    @cached_property
+    def has_experts(self) -> bool:
+        """Returns whether blocks have experts, which ranks along ep could share."""
+        return any(stacked_parameters(block) for block in self.local.model.blocks)
+
     @property
     def flops(self) -> Flops:
         return self.local.flops
 
     def part_of(self, parallel: Parallel, stage: int = 0) -> LocalModel:
         """Returns the part of the model that pipeline stage `stage` has. RecipeError where it cannot be shared so."""
-        key = (parallel.tp_size, *pipeline_settings(parallel).values(), stage)
-        if parallel.pp_size == 1 and parallel.tp_size == self.recipe.parallel.tp_size:
+        split = {key: getattr(parallel, key) for key in ("tp_size", "ep_size")}
+        key = (*split.values(), *pipeline_settings(parallel).values(), stage)
+        if parallel.pp_size == 1 and all(size == getattr(self.recipe.parallel, key) for key, size in split.items()):
             return self.local
         if key not in self.part_models:
-            settings = self.recipe.parallel.model_copy(
-                update={"tp_size": parallel.tp_size, **pipeline_settings(parallel)}
-            )
+            settings = self.recipe.parallel.model_copy(update=split | pipeline_settings(parallel))
             recipe, inside = self.recipe.model_copy(update={"parallel": settings}), settings.row_ranks
             demands = check_family(self.config).demands
             kernel = kernel_on_gpu(recipe.model.attention, demands)
@@ -204,7 +210,7 @@ class Planner:
 
     def under(self, stage: str, cluster: Cluster, shared: Parallel | None = None) -> Recipe | None:
         """Returns the recipe under a stage as a user would first set it on the cluster, without those offload tiers and
-        ZeRO++ switches that contradict it; `shared` has other sizes of tp, cp and pp. None where it would be another
+        ZeRO++ switches that contradict it; `shared` has other sizes of SIZE_KEYS. None where it would be another
         stage, or contradicts the recipe."""
         parallel, offload = stage_settings(stage, shared or self.recipe.parallel, cluster), self.recipe.offload
         if not parallel:
@@ -231,20 +237,23 @@ class Planner:
         return None
 
     def parallel_sizes(self, cluster: Cluster, both: bool = False) -> list[ParallelSizes]:
-        """Returns the sizes of tp, cp and pp to try beside the recipe's: one of the three differs, tp x cp divides a
-        node, and pp the nodes; with `both` tp is a whole node, and cp (across nodes) or pp is above 1."""
+        """Returns the sizes of tp, cp, pp and ep to try beside the recipe's: one of the four differs, tp x cp and ep
+        divide a node, and pp the nodes; with `both` tp is a whole node, and cp (across nodes) or pp is above 1."""
         asked = self.recipe.parallel
-        tp, cp, pp = asked_sizes = asked.tp_size, asked.cp_size, asked.pp_size
-        choices = [(size, cp, pp) for size in SIZES] + [(tp, size, pp) for size in SIZES]
-        choices += [(tp, cp, size) for size in (1, *PP_SIZES)]
+        tp, cp, pp, ep = asked_sizes = asked.tp_size, asked.cp_size, asked.pp_size, asked.ep_size
+        choices = [(size, cp, pp, ep) for size in SIZES] + [(tp, size, pp, ep) for size in SIZES]
+        choices += [(tp, cp, size, ep) for size in (1, *PP_SIZES)]
+        choices += [(tp, cp, pp, size) for size in SIZES if self.has_experts]
         if both:
-            choices = [(cluster.a_node, size, pp) for size in SIZES[1:]]
-            choices += [(cluster.a_node, cp, size) for size in PP_SIZES]
+            choices = [(cluster.a_node, size, pp, ep) for size in SIZES[1:]]
+            choices += [(cluster.a_node, cp, size, ep) for size in PP_SIZES]
         tried = list[ParallelSizes]()
         for each in dict.fromkeys(choices):
             parallel = Parallel().model_copy(update=with_sizes(asked, each))
             inside = each[0] if both else each[0] * each[1]
-            if each == asked_sizes or cluster.a_node % inside or cluster.gpus % prod(each) or cluster.nodes % each[2]:
+            if each == asked_sizes or cluster.a_node % inside or cluster.gpus % prod(each[:3]):
+                continue
+            if cluster.nodes % each[2] or cluster.a_node % each[3]:
                 continue
             if conflicts(self.recipe.model_copy(update={"parallel": parallel})):
                 continue
@@ -272,7 +281,7 @@ class Planner:
         self, cluster: Cluster, tier: str = "none", sizes: ParallelSizes | None = None
     ) -> Iterator[Candidate]:
         """Yields each stage, checkpointing and micro-batch whose steps have as many rows as the recipe's, with the
-        optimizer at `tier`, and with parameters there too. `sizes`: sizes of tp, cp and pp (None: the recipe's)."""
+        optimizer at `tier`, and with parameters there too. `sizes`: of SIZE_KEYS (None: the recipe's)."""
         train, asked = self.recipe.train, self.recipe.parallel
         parallel = asked.model_copy(update=with_sizes(asked, sizes) if sizes else {})
         rows = train.per_device_train_batch_size * train.gradient_accumulation_steps
@@ -314,6 +323,11 @@ def stage_settings(name: str, parallel: Parallel, cluster: Cluster) -> Parallel 
         settings |= SWITCHES
     if name in ("hsdp", "zeropp") and cluster.nodes == 1:
         return None
+    ranks_of_experts = cluster.gpus // together * parallel.cp_size  # that shard the model, or have copies of it
+    if name == "hsdp":
+        ranks_of_experts = settings["dp_shard_size"] * parallel.cp_size
+    if ranks_of_experts % parallel.ep_size:
+        return None
     return Parallel.model_validate(settings)
 
 
@@ -322,7 +336,7 @@ def pipeline_settings(parallel: Parallel) -> dict[str, Any]:
 
 
 def with_sizes(parallel: Parallel, sizes: ParallelSizes) -> dict[str, Any]:
-    """Returns the settings of `[parallel]` for the `sizes` of tp, cp and pp; a pipeline of another length than in
+    """Returns the settings of `[parallel]` for the `sizes` of tp, cp, pp and ep; a pipeline of another length than in
     `parallel` runs in 1f1b."""
     like = parallel if sizes[2] == parallel.pp_size else Parallel()
     return pipeline_settings(like) | dict(zip(SIZE_KEYS, sizes, strict=True))

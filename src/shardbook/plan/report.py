@@ -10,7 +10,7 @@ from rich.text import Text
 
 from shardbook.parallel.placement import World, place_model
 from shardbook.plan.advice import ADAPTERS, Advice, advise, fit_adapters
-from shardbook.plan.block_traffic import describe_pipeline, describe_sharing, describe_splitting
+from shardbook.plan.block_traffic import describe_experts, describe_pipeline, describe_sharing, describe_splitting
 from shardbook.plan.cluster import DISK, DOCUMENT_TOKENS, SIZE_KEYS, Candidate, Planner, build_planner
 from shardbook.plan.formulas import Resident, paper_resident, predict_resident, step_bytes
 from shardbook.plan.hardware import ACROSS, ROOM, Cluster
@@ -253,6 +253,7 @@ def _sharing_lines(candidate: Candidate) -> list[str]:
     lines = {
         "tensor": describe_sharing(candidate.layout),
         "context": describe_splitting(candidate.layout, candidate.planner.config),
+        "experts": describe_experts(candidate.layout, candidate.planner.config, candidate.recipe),
     }
     lines["pipeline"] = describe_pipeline(candidate.layout, candidate.recipe.train.gradient_accumulation_steps)
     return [f"{what:<9}{text}" for what, text in lines.items() if text]

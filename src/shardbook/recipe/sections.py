@@ -102,7 +102,7 @@ class Parallel(Section):
     forward_prefetch: int = key(
         -1, "Units gathered ahead of the running one in forward; -1: each as it is reached.", ge=-1
     )
-    backward_prefetch: int = key(-1, "Units gathered ahead of the running one in backward; -1: one.", ge=-1)
+    backward_prefetch: int = key(-1, "Units gathered ahead of the running one in backward; -1: one block.", ge=-1)
     quantize_weights: Literal[0, 8, 4] = key(
         0, "ZeRO++ qwZ: bits of weights on the wire in forward (0: not quantised)."
     )

@@ -8,7 +8,7 @@ from shardbook.model.attention import PLAIN
 from shardbook.model.selfcheck import check_family
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.mesh import describe_sizes
-from shardbook.plan.block_traffic import describe_pipeline, describe_sharing
+from shardbook.plan.block_traffic import describe_experts, describe_pipeline, describe_sharing
 from shardbook.plan.formulas import predict_gathered_peak, predict_resident
 from shardbook.plan.peak import Peak
 from shardbook.run.prepare import Job
@@ -43,6 +43,8 @@ def describe_layout(job: Job) -> Table:
     table.add_row("mesh", describe_sizes(layout.mesh))
     if sharing := describe_sharing(layout):
         table.add_row("tensor", sharing)
+    if experts := describe_experts(layout, job.config, job.recipe):
+        table.add_row("experts", experts)
     if stages := describe_pipeline(layout, job.loader.accumulation):
         table.add_row("pipeline", stages)
     table.add_row("units", f"{len(units)}; {freed}")

@@ -7,6 +7,7 @@ from plans import plan_of
 
 from shardbook.memory.host_state import offloaded_bytes
 from shardbook.plan.cluster import build_planner
+from shardbook.plan.formulas import predict_gathered_peak
 from shardbook.plan.hardware import (
     HOST_ROOM,
     INSIDE,
@@ -103,21 +104,55 @@ def test_torchtitans_figures(model, gpus, words, measured):
 
 def test_what_may_share_matrices():
     cluster = build_cluster("h100", 16)
+
+    def tried(planner, cluster, both=False):
+        sizes = planner.parallel_sizes(cluster, both)
+        assert not planner.has_experts and {ep for *_, ep in sizes} == {1}
+        return [tuple(each) for *each, _ in sizes]
+
     split = [(1, 2, 1), (1, 4, 1), (1, 8, 1)]  # rows
     layers = [(1, 1, 2)]  # of two nodes
     matrices = [(2, 1, 1), (4, 1, 1), (8, 1, 1)]
-    assert build_planner(plan_of("llama-3.1-8b")).parallel_sizes(cluster) == [*matrices, *split, *layers]
+    assert tried(build_planner(plan_of("llama-3.1-8b")), cluster) == [*matrices, *split, *layers]
     own = build_planner(plan_of("llama-3.1-8b", "parallel.tp_size=4"))
-    assert own.parallel_sizes(cluster) == [(1, 1, 1), (2, 1, 1), (8, 1, 1), (4, 2, 1), (4, 1, 2)]
+    assert tried(own, cluster) == [(1, 1, 1), (2, 1, 1), (8, 1, 1), (4, 2, 1), (4, 1, 2)]
     own = build_planner(plan_of("llama-3.1-8b", "parallel.cp_size=8"))
-    assert own.parallel_sizes(cluster) == [(1, 1, 1), (1, 2, 1), (1, 4, 1), (1, 8, 2)]
+    assert tried(own, cluster) == [(1, 1, 1), (1, 2, 1), (1, 4, 1), (1, 8, 2)]
     own = build_planner(plan_of("llama-3.1-8b", "parallel.pp_size=2"))
-    assert own.parallel_sizes(cluster) == [(2, 1, 2), (4, 1, 2), (8, 1, 2), (1, 2, 2), (1, 4, 2), (1, 8, 2), (1, 1, 1)]
-    assert build_planner(plan_of("llama-3.1-8b", "lora.r=16")).parallel_sizes(cluster) == [*matrices, *split, *layers]
-    twelve = build_planner(plan_of("llama-3.1-8b")).parallel_sizes(build_cluster("h100", 12, a_node=4))
+    assert tried(own, cluster) == [(2, 1, 2), (4, 1, 2), (8, 1, 2), (1, 2, 2), (1, 4, 2), (1, 8, 2), (1, 1, 1)]
+    assert tried(build_planner(plan_of("llama-3.1-8b", "lora.r=16")), cluster) == [*matrices, *split, *layers]
+    twelve = tried(build_planner(plan_of("llama-3.1-8b")), build_cluster("h100", 12, a_node=4))
     assert twelve == [*matrices[:2], *split[:2]]  # three nodes
-    assert build_planner(plan_of("llama-3.1-8b")).parallel_sizes(cluster, both=True) == [(8, 2, 1), (8, 1, 2)]
-    assert build_planner(plan_of("smollm2-135m")).parallel_sizes(cluster, both=True) == [(8, 1, 2)]
+    assert tried(build_planner(plan_of("llama-3.1-8b")), cluster, both=True) == [(8, 2, 1), (8, 1, 2)]
+    assert tried(build_planner(plan_of("smollm2-135m")), cluster, both=True) == [(8, 1, 2)]
+
+
+EAGER = "train.compile=false"
+
+
+def test_where_there_are_experts_ranks_may_share_them():
+    """Beside the sizes of other axes those of ep that divide a node and the experts; the recipe's own is left out."""
+    cluster = build_cluster("h100", 16)
+    sizes = build_planner(plan_of("qwen3-30b-a3b", EAGER)).parallel_sizes(cluster)
+    assert [each for each in sizes if each[3] > 1] == [(1, 1, 1, 2), (1, 1, 1, 4), (1, 1, 1, 8)]
+    sizes = build_planner(plan_of("qwen3-30b-a3b", EAGER, "parallel.ep_size=4")).parallel_sizes(cluster)
+    assert [each for each in sizes if each[:3] == (1, 1, 1)] == [(1, 1, 1, 1), (1, 1, 1, 2), (1, 1, 1, 8)]
+    assert not [each for each in sizes if each[0] > 1]  # tp does not go with it
+
+
+def test_experts_that_ranks_share_are_neither_gathered_nor_kept_whole():
+    """Qwen3-30B-A3B, 128 experts of 768 x 2,048 in a block, 8 of them a token: with ep 8 under zero1 a rank gathers an
+    eighth of them, and sends 8 rows a token out and back, in forward, again, and in backward."""
+    cluster = build_cluster("h100", 8)
+    words = (EAGER, "activation.checkpointing=full", "parallel.stage=zero1", "data.max_length=4096")
+    one, eight = (build_planner(plan_of("qwen3-30b-a3b", *words, f"parallel.ep_size={ep}")) for ep in (1, 8))
+    alone, shared = (planner.lay_out(planner.recipe, cluster) for planner in (one, eight))
+    experts = 48 * 128 * 3 * 768 * 2048
+    assert alone.comm["all_gather_bytes"] - shared.comm["all_gather_bytes"] == 2 * experts  # ep is the whole axis
+    assert predict_gathered_peak(alone.layout) - predict_gathered_peak(shared.layout) == 2 * experts * 7 // 8
+    sent = 6 * 4096 * 8 * 2048 * 2 + 2 * 128 * 8
+    assert shared.comm["all_to_all_bytes"] == 48 * sent and alone.comm["all_to_all_bytes"] == 0
+    assert one.flops == eight.flops and shared.time.products == pytest.approx(alone.time.products)
 
 
 CP = ("data.max_length=131072", "parallel.cp_size=8", "activation.checkpointing=full")
