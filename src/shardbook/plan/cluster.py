@@ -321,12 +321,8 @@ def stage_settings(name: str, parallel: Parallel, cluster: Cluster) -> Parallel 
             return None
     if name == "zeropp":
         settings |= SWITCHES
-    if name in ("hsdp", "zeropp") and cluster.nodes == 1:
-        return None
-    ranks_of_experts = cluster.gpus // together * parallel.cp_size  # that shard the model, or have copies of it
-    if name == "hsdp":
-        ranks_of_experts = settings["dp_shard_size"] * parallel.cp_size
-    if ranks_of_experts % parallel.ep_size:
+    data_ranks = settings.get("dp_shard_size", cluster.gpus // together)  # of which ep is a part
+    if data_ranks * parallel.cp_size % parallel.ep_size or (name in ("hsdp", "zeropp") and cluster.nodes == 1):
         return None
     return Parallel.model_validate(settings)
 

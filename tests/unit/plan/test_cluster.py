@@ -151,7 +151,7 @@ def test_experts_that_ranks_share_are_neither_gathered_nor_kept_whole():
     assert alone.comm["all_gather_bytes"] - shared.comm["all_gather_bytes"] == 2 * experts  # ep is the whole axis
     assert predict_gathered_peak(alone.layout) - predict_gathered_peak(shared.layout) == 2 * experts * 7 // 8
     sent = 6 * 4096 * 8 * 2048 * 2 + 2 * 128 * 8
-    assert shared.comm["all_to_all_bytes"] == 48 * sent and alone.comm["all_to_all_bytes"] == 0
+    assert shared.comm["all_to_all_bytes"] == 48 * sent and "all_to_all_bytes" not in alone.comm
     assert one.flops == eight.flops and shared.time.products == pytest.approx(alone.time.products)
 
 
