@@ -8,6 +8,7 @@ no family is named. Applied on the meta device, before checkpointing, compile an
 
 from dataclasses import dataclass
 from functools import cache
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -162,9 +163,16 @@ def apply_expert_parallel(model: CausalLM, size: int, rank: int) -> None:
         return
     config, group = model.config, EPGroup(size, rank % size)
     setting = f"parallel.ep_size = {size}: family {config.model_type!r}"
+    names = {module: name for name, module in model.named_modules()}
     stacks = [module for block in model.blocks for module in block.modules() if getattr(module, STACKED, None)]
     if not stacks:
         raise RecipeError(f"{setting} has no stacked experts; set parallel.ep_size=1")
+    before = takewhile(lambda name: not name.startswith(f"{names[stacks[0]]}."), dict(model.named_parameters()))
+    if not any(model.get_parameter(name).requires_grad for name in before):
+        raise RecipeError(
+            f"parallel.ep_size = {size}: nothing before the first experts is trained, so no gradient goes back through "
+            "their exchange; put adapters on attention too (lora.target_modules), or set parallel.ep_size=1"
+        )
     module: Any
     for module in stacks:
         parameters = dict(module.named_parameters())
