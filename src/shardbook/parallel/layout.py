@@ -7,7 +7,7 @@ device) and a number of ranks, so a laptop has the layout of a cluster. A later 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
-from itertools import islice
+from itertools import compress, islice
 from math import prod
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
@@ -238,8 +238,9 @@ class Layout:
         *inner, root = self.units
         units = [root, *inner] if root.shapes else inner
         run, depth = (units, self.forward_prefetch) if is_forward else (backward_order(units), self.backward_prefetch)
-        depth *= self.shards > 1
-        return [(unit, run[number + 1 : number + 1 + depth]) for number, unit in enumerate(run)]
+        ahead = [run[number + 1 : number + 1 + depth] for number in range(len(run))]
+        sent = {unit: self.shards_of(unit) > 1 for unit in run}
+        return [(unit, list(compress(units, map(sent.__getitem__, units)))) for unit, units in zip(run, ahead, strict=True)]
 
     @property
     def hops(self) -> list[tuple[str, int, int]]:
