@@ -78,8 +78,8 @@ def load_weights(model: nn.Module, folder: Path, file_shapes: Shapes | None = No
         for name in (name for name in wanted if name in stored):
             shape, dtype = list(stored[name].shape), stored[name].dtype
             if shape != list(wanted[name]):
-                made = f": its files have {stored[name].describe()}" if isinstance(stored[name], Assembled) else ""
-                problems.append(f"{name} has shape {shape}, the model wants {list(wanted[name])}{made}")
+                parts = f": its files have {each.describe()}" if isinstance(each := stored[name], Assembled) else ""
+                problems.append(f"{name} has shape {shape}, the model wants {list(wanted[name])}{parts}")
             elif dtype not in FLOATS:
                 problems.append(f"{name} has dtype {dtype}, not a float")
         if files.is_tied and files.head in stored and stored[files.head].dtype not in FLOATS:
