@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 import torch
 from eight_bit import add_torchao
+from families import write_family
 from planted import replace
 from tensor_cases import write_models
 from test_tensor_files import LAYOUTS, LOOPED, lay_out
@@ -79,7 +80,13 @@ FOUR |= {
     "lion, hsdp": ["optim.name=lion", "parallel.stage=hsdp", "parallel.dp_shard_size=2"],
     "adamw_bf16": ["optim.name=adamw_bf16"],
     "adamw_8bit, hsdp": ["optim.name=adamw_8bit", "parallel.stage=hsdp", "parallel.dp_shard_size=2"],
+    "ep2": ["parallel.ep_size=2"],
+    "ep4, zero1": ["parallel.ep_size=4", "parallel.stage=zero1"],
+    "ddp, ep2": ["parallel.ep_size=2", "parallel.stage=ddp"],
+    "hsdp, ep2": ["parallel.ep_size=2", "parallel.stage=hsdp", "parallel.dp_shard_size=2"],
 }
+EXPERTS = {name: "mixtral" for name, words in FOUR.items() if any("ep_size" in word for word in words)}
+MODELS = {"pp4": "deep-untied", "looped, dp2": "deep"} | EXPERTS  # of layouts whose model is another
 
 
 def items_in(layouts, recipe, models, bug=None):
@@ -100,8 +107,7 @@ def items_in(layouts, recipe, models, bug=None):
     bug and bug()
     results = {}
     for name in layouts:
-        model = {"pp4": "deep-untied", "looped, dp2": "deep"}.get(name, "model")
-        words = [*FOUR[name], f"model.path={models}/{model}"]
+        words = [*FOUR[name], f"model.path={models}/{MODELS.get(name, 'model')}"]
         dist.barrier()
         sharded, optimizer = lay_out(words, recipe)
         for tensor in checkpoint_tensors(sharded.masters, optimizer).values():
@@ -154,10 +160,11 @@ def assert_balanced(name, ranks):
 @pytest.fixture(scope="module")
 def models(tiny):
     write_models(tiny)
+    write_family(tiny / "mixtral", "mixtral")
     return tiny
 
 
-QUICK = ("tp2 x dp2", "hsdp", "ddp", "hsdp, pp2", "lora", "adamw_8bit, hsdp")
+QUICK = ("tp2 x dp2", "hsdp", "ddp", "hsdp, pp2", "lora", "adamw_8bit, hsdp", "ddp, ep2")
 
 
 @pytest.mark.parametrize(
@@ -191,6 +198,14 @@ def an_axis_is_forgotten():
     replace(real, lambda *given: tuple(axis for axis in real(*given) if axis != "tp"))
 
 
+def experts_of_others_are_copies():
+    """Planted bug: ranks along ep are taken for ranks with the same experts, so one of them writes its own alone."""
+    from shardbook import boxes
+
+    real = boxes.copy_axes
+    replace(real, lambda tensor, sizes: tuple(dict.fromkeys([*real(tensor, sizes), *sizes.keys() & {"ep"}])))
+
+
 def nobody_is_the_last_copy():
     """Planted bug: the last rank with a copy counts itself as the first, so what it should write is in no file."""
     from shardbook import boxes
@@ -212,6 +227,7 @@ def ends_of_a_pipeline_do_not_know():
     [
         (shifted_offsets, "zero3"),
         (an_axis_is_forgotten, "tp2 x dp2"),
+        (experts_of_others_are_copies, "ddp, ep2"),
         (nobody_is_the_last_copy, "hsdp"),
         (ends_of_a_pipeline_do_not_know, "hsdp, pp2"),
     ],

@@ -1,8 +1,11 @@
-"""Expert parallel through whole runs, under the stages: against one plain transformers process, its bytes from the
-choices that this process makes, checkpoints from one number of ranks along ep to another, and what is refused."""
+"""Expert parallel through whole runs, under the stages: against one plain transformers process, also where all tokens
+choose the experts of one rank; its bytes; planted bugs; and what is refused. Its files: test_experts_files.py."""
+
+import dataclasses
 
 import pytest
 import reference
+import torch
 from cases import (
     DECAY,
     MAX_NORM,
@@ -17,8 +20,12 @@ from cases import (
     run_cases,
 )
 from families import write_family
-from tiny import write_pairs
-from world import run_world
+from planted import replace
+from tiny import edit_weights, said_by, write_pairs
+from transformers import AutoModelForCausalLM
+from world import run_world, train_rank
+
+from shardbook.recipe import load_recipe
 
 EP = "parallel.ep_size=2"
 CASES = [
@@ -49,7 +56,7 @@ def assert_experts(folder, cases, recipe, tiny, results):
         if folder.name != "granitemoe" and case.cp == 1:
             assert_events(found)
         words = tuple(word for word in case.extra if word.startswith("data."))
-        steps = documents_of_steps(recipe, tiny, case.rows, words)
+        steps = documents_of_steps(recipe, tiny, case.rows, words, case.steps)
         want = reference.train(folder / "model", steps, RATE, DECAY, max_norm=MAX_NORM if case.clips else 0.0)
         assert_parity(found[0].result, want, case=case.name)
 
@@ -98,3 +105,274 @@ def test_what_goes_with_ep_has_the_numbers_that_it_has_without(recipe, tmp_path)
         assert_events(found)
         assert ("all_to_all", "dp_shard") in found[0].traffic[0]
         assert_parity(found[0].result, outcomes_of(without, tmp_path)[0].result, TWICE, case.name)
+
+
+# -- all tokens choose the experts of one rank
+
+STARVED = [
+    Case("zero3", 1, 2, 2, True, checkpointing="selective", extra=(EP,), steps=2),
+    Case("ddp", 2, 1, checkpointing="full", extra=(EP,), steps=2),
+]
+
+
+def choose_one_rank(tensors):
+    """Biases of routers, after which a token chooses experts 0 and 1 in even blocks, 2 and 3 in odd ones."""
+    for name in [name for name in tensors if name.endswith("mlp.router.bias")]:
+        is_odd = int(name.split(".")[2]) % 2
+        tensors[name] = torch.tensor([-1.0, -1.0, 1.0, 1.0] if is_odd else [1.0, 1.0, -1.0, -1.0]) * 50
+
+
+def run_noting(*given):
+    """Returns what `run_cases` does, and the rows that this rank's experts received, as the steps noted them."""
+    from shardbook.parallel.sharding import ShardedModel
+
+    real, noted = ShardedModel.take_routing, []
+
+    def take_routing(sharded):
+        noted.append(real(sharded))
+        return noted[-1]
+
+    ShardedModel.take_routing = take_routing
+    return run_cases(*given), noted
+
+
+def test_a_rank_whose_experts_nobody_chooses(recipe, tiny, tmp_path):
+    """Rank 1 receives nothing in even blocks, rank 0 in odd ones; neither waits, and gradients there are zero."""
+    edit_weights(write_family(tmp_path / "model", "gpt_oss"), choose_one_rank)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    chosen = []
+    for layer in plain.model.layers:
+        layer.mlp.router.register_forward_hook(lambda module, given, made: chosen.append({*made[2].flatten().tolist()}))
+    plain(input_ids=torch.arange(200)[None])
+    assert chosen == [{0, 1}, {2, 3}] * 2
+    (errors, noted), (_, others) = run_world(2, run_noting, recipe, tmp_path, STARVED, tmp_path)
+    assert not errors
+    assert_experts(tmp_path, STARVED, recipe, tiny, tmp_path)
+    steps = [(ours, theirs) for ours, theirs in zip(noted, others, strict=True) if ours or theirs]
+    assert len(steps) == len(STARVED)  # the first step of each
+    for ours, theirs in steps:
+        assert all(rows > 0 for rows in (*ours[0::2], *theirs[1::2]))
+        assert not any(rows for rows in (*ours[1::2], *theirs[0::2]))
+    for gradients in (outcomes_of(case, tmp_path)[0].result.gradients for case in STARVED):
+        for number in range(4):
+            down = gradients[0][f"model.layers.{number}.mlp.experts.down_proj"].view(4, -1)
+            assert (down.norm(dim=1) > 0).tolist() == [number % 2 == 0] * 2 + [number % 2 == 1] * 2
+
+
+# -- planted bugs
+
+BUGS = {}  # name -> (function, the case it is planted in, what of it is wrong)
+
+
+def planted_in(case, wrong):
+    def note(function):
+        BUGS[function.__name__] = (function, dataclasses.replace(case, steps=2), wrong)
+        return function
+
+    return note
+
+
+@planted_in(CASES[0], r"gradient of model.layers.\d.mlp.experts.* at step 1")
+def gradient_divided_by_ranks():
+    """As if each rank of experts had seen the same tokens. Loss exact in the first step."""
+    from shardbook.parallel.sharding import apply_stage
+
+    def apply_and_divide(model, layout, mesh):
+        sharded = apply_stage(model, layout, mesh)
+        for unit in layout.expert_units:
+            unit.handle.set_gradient_divide_factor(float(layout.ep_size))
+        return sharded
+
+    replace(apply_stage, apply_and_divide)
+
+
+@planted_in(CASES[1], "weight model.layers.*gate.weight")
+def routing_weights_have_no_gradient():
+    """Routers learn nothing. Loss exact in the first step."""
+    from shardbook.parallel import experts
+
+    real = experts.run_experts
+    experts.run_experts = lambda module, hidden, ids, weights: real(module, hidden, ids, weights.detach())
+
+
+@planted_in(CASES[1], "gradient of")
+def rows_return_in_the_order_of_experts():
+    """By the order in place of its inverse."""
+    from shardbook.parallel import experts
+
+    real = experts._Permute
+
+    class Permute:
+        apply = staticmethod(lambda rows, order, inverse: real.apply(rows, inverse, order))
+
+    experts._Permute = Permute
+
+
+@planted_in(CASES[1], "gradient of")
+def gradients_return_in_the_order_of_experts():
+    """In backward alone: loss exact in the first step."""
+    from shardbook.parallel import experts
+
+    real = experts._Permute.forward
+
+    def forward(ctx, rows, order, inverse):
+        made = real(ctx, rows, order, inverse)
+        ctx.save_for_backward(order)
+        return made
+
+    experts._Permute.forward = staticmethod(forward)
+
+
+@planted_in(CASES[1], "gradient of|weight")
+def counts_of_the_block_before():
+    """Every second block sends as many rows to each rank as the one before it."""
+    from shardbook.parallel.experts import EPGroup
+
+    real, made = EPGroup.route, []
+
+    def route(group, ids, experts):
+        found = real(group, ids, experts)
+        if ids.is_meta or not group.process_group:
+            return found
+        made.append(found)
+        if len(made) % 2:
+            return found
+        if group.received:  # what it takes for its own
+            group.received[-1] = sum(made[-2].output_splits)
+        return made[-2]
+
+    EPGroup.route = route
+
+
+@planted_in(CASES[1], "weight model.layers.*experts")
+def ranks_hold_the_experts_of_rank_0():
+    """As after a broadcast of rank 0's: a part of the files is read twice, another never."""
+    from shardbook.boxes import local_box
+
+    def first_box(tensor, name=""):
+        box, mesh = local_box(tensor, name), getattr(tensor, "device_mesh", None)
+        if "ep" not in (getattr(mesh, "mesh_dim_names", None) or ()):
+            return box
+        each = box.shape[0] // mesh["ep"].size()
+        return dataclasses.replace(box, offsets=(box.offsets[0] % each, *box.offsets[1:]))
+
+    replace(local_box, first_box)
+
+
+@planted_in(CASES[0], "norms at step")
+def norm_of_own_experts():
+    """Loss and gradient exact, the norm too small, and each rank clips by its own."""
+    from torch.distributed.tensor import DTensor
+
+    from shardbook.optim import clip
+
+    def own(gradient):
+        is_expert = isinstance(gradient, DTensor) and "ep" in gradient.device_mesh.mesh_dim_names
+        return gradient.to_local() if is_expert else gradient
+
+    real = clip.gradient_norm
+    clip.gradient_norm = lambda gradients, **more: real([own(each) for each in gradients], **more)
+
+
+@planted_in(CASES[0], "traffic: measured")
+def recomputed_exchanges_not_predicted():
+    """A block that runs again sends its rows again; the plan has those of backward alone."""
+    from shardbook.plan import block_traffic
+
+    real = block_traffic.expert_exchanges
+
+    def expert_exchanges(*given):
+        forward, backward, _ = real(*given)
+        return forward, backward, backward
+
+    block_traffic.expert_exchanges = expert_exchanges
+
+
+def run_planted(name, *given):
+    BUGS[name][0]()
+    return run_cases(*given)
+
+
+QUICK = ("gradient_divided_by_ranks",)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in BUGS])
+def test_a_planted_bug_turns_it_red(name, recipe, tiny, tmp_path):
+    """It runs to its end, and is wrong."""
+    write_family(tmp_path / "model", "mixtral")
+    _, case, wrong = BUGS[name]
+    assert run_world(2, run_planted, name, recipe, tmp_path, [case], tmp_path) == [[], []]
+    with pytest.raises(AssertionError, match=wrong) as red:
+        assert_experts(tmp_path, [case], recipe, tiny, tmp_path)
+    print(f"{name}: {str(red.value).strip().splitlines()[0]}")
+
+
+# -- what is refused
+
+
+def place(recipe, folder, size, words):
+    """What each rank of a run does before there is a process group."""
+    from shardbook.model.families import load_config
+    from shardbook.parallel.placement import World, place_model
+    from shardbook.recipe import resolve_precision
+
+    asked = resolve_precision(load_recipe(recipe, [f"model.path={folder}", "data.packing=false", *words]), "cpu")
+    return place_model(asked, World(size, size, 0, torch.device("cpu")), load_config(asked.model, folder, 64), None)
+
+
+OTHER = "does more than transformers' experts interface has; set parallel.ep_size=1"
+REFUSED = {  # family, ranks, words, line
+    "experts": (
+        "mixtral",
+        3,
+        (3,),
+        "parallel.ep_size = 3: does not divide the 4 experts of a block; it may be 1, 2, 4",
+    ),
+    "ranks": ("mixtral", 2, (4,), "parallel.ep_size = 4: does not divide the 2 ranks of dp_shard; it may be 1, 2"),
+    "replicas": (
+        "mixtral",
+        3,
+        (2, "parallel.stage=ddp"),
+        "parallel.ep_size = 2: does not divide the 3 ranks of dp_replicate; it may be 1, 3",
+    ),
+    "tp": ("mixtral", 4, (2, "parallel.tp_size=2"), "set parallel.tp_size=1"),
+    "dense": ("llama", 2, (2,), "parallel.ep_size = 2: family 'llama' has no stacked experts; set parallel.ep_size=1"),
+    "dbrx": ("dbrx", 2, (2,), f"parallel.ep_size = 2: family 'dbrx': DbrxExpertGLU {OTHER}"),
+    "llama4": ("llama4_text", 2, (2,), f"parallel.ep_size = 2: family 'llama4_text': Llama4TextExperts {OTHER}"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused(name, recipe, tmp_path):
+    family, size, (ep_size, *words), line = REFUSED[name]
+    folder = write_family(tmp_path / "model", family)
+    message = said_by(place, recipe, folder, size, [f"parallel.ep_size={ep_size}", *words])
+    assert message.endswith(line) and "parallel.ep_size" in message, message
+
+
+def lose_and_narrow(tensors):
+    """Of the experts of two blocks one lacks a matrix, another has one that is narrower."""
+    del tensors["model.layers.1.block_sparse_moe.experts.3.w1.weight"]
+    name = "model.layers.2.block_sparse_moe.experts.0.w2.weight"
+    tensors[name] = tensors[name][:, :-1].contiguous()
+
+
+W = "of .experts.*.w"
+MISFIT = (
+    "weights in {folder} do not fit the model: model.layers.1.mlp.experts.gate_up_proj has shape [0], the model wants "
+    f"[384, 32]: its files have 3 {W}1.weight [48, 32], 4 {W}3.weight [48, 32]; model.layers.2.mlp.experts.down_proj "
+    f"has shape [0], the model wants [128, 48]: its files have 4 {W}2.weight [32, 47] or [32, 48]"
+)
+
+
+@pytest.mark.parametrize(
+    ("edit", "word", "line"), [(None, "parallel.ep_size=4", REFUSED["ranks"][-1]), (lose_and_narrow, EP, MISFIT)]
+)
+def test_a_run_that_cannot_begin_says_why_on_each_rank(edit, word, line, recipe, tmp_path):
+    """Also the rank whose experts are all there, and none waits for another."""
+    folder = write_family(tmp_path / "model", "mixtral")
+    if edit:
+        edit_weights(folder, edit)
+    words = [str(recipe), "run.name=refused", f"model.path={folder}", word]
+    for code, _, err in run_world(2, train_rank, words):
+        assert code == 2 and err == f"shardbook: {line.format(folder=folder)}\n", err

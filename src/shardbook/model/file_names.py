@@ -184,6 +184,14 @@ class Assembled:
             return (0,)
         return (*((numbers.numel(),) if self.is_stack else numbers.shape), *inner.pop())
 
+    def describe(self) -> str:
+        """Returns words on the files' tensors that it is made of: how many fit each pattern, and of which shapes."""
+        shapes = {pattern: sorted({part.shape for part in parts}) for pattern, parts in self.sources.items()}
+        kinds = {pattern: " or ".join(str(list(shape)) for shape in each) for pattern, each in shapes.items()}
+        return ", ".join(
+            f"{len(self.sources[pattern])} of {pattern} {kind}".rstrip() for pattern, kind in kinds.items()
+        )
+
     def read_part(self, rows: slice, columns: slice | None = None) -> Tensor:
         """Reads `rows`, and of these the `columns`, as StoredTensor.read_part does."""
         read = self.read_rows(rows)

@@ -25,7 +25,7 @@ from shardbook.boxes import local_box
 from shardbook.local_tensors import local_part
 from shardbook.model.dtypes import DTYPES
 from shardbook.model.export_files import choose_padding, write_generation
-from shardbook.model.file_names import FileNames
+from shardbook.model.file_names import Assembled, FileNames
 from shardbook.model.hub import INDEX
 from shardbook.model.marks import NOT_STORED
 from shardbook.model.nf4 import ABSMAX, PACKED, fill_rows
@@ -78,7 +78,8 @@ def load_weights(model: nn.Module, folder: Path, file_shapes: Shapes | None = No
         for name in (name for name in wanted if name in stored):
             shape, dtype = list(stored[name].shape), stored[name].dtype
             if shape != list(wanted[name]):
-                problems.append(f"{name} has shape {shape}, the model wants {list(wanted[name])}")
+                parts = f": its files have {each.describe()}" if isinstance(each := stored[name], Assembled) else ""
+                problems.append(f"{name} has shape {shape}, the model wants {list(wanted[name])}{parts}")
             elif dtype not in FLOATS:
                 problems.append(f"{name} has dtype {dtype}, not a float")
         if files.is_tied and files.head in stored and stored[files.head].dtype not in FLOATS:

@@ -41,8 +41,8 @@ class Routing(NamedTuple):
 
 @dataclass(eq=False)
 class EPGroup:
-    """The expert-parallel ranks, and which of them this one is. The modules of experts hold it; `process_group` is set
-    once there is a mesh.
+    """The expert-parallel ranks. The modules of experts hold it; `process_group` is set once there is a mesh, whose
+    axis ep says which experts a rank has: numbers of experts are in the order of its ranks.
 
     Four ranks with ep 2 and eight experts e in a block; each rank has eight tokens, which choose two experts each:
 
@@ -57,7 +57,6 @@ class EPGroup:
     """
 
     size: int
-    ep_rank: int
     process_group: dist.ProcessGroup | None = None
     # while it is a list: the rows that this rank received in each forward of a block, in order
     received: list[int] | None = None
@@ -156,12 +155,12 @@ def _dispatching(family: Any) -> Any:
     return type(family.__name__, (family,), {"forward": forward, "__module__": family.__module__})
 
 
-def apply_expert_parallel(model: CausalLM, size: int, rank: int) -> None:
-    """Gives `model`, on the meta device, the experts of the global `rank`, of `size` ranks that share those of each
-    block. Raises RecipeError where the model cannot be split so."""
+def apply_expert_parallel(model: CausalLM, size: int) -> None:
+    """Leaves `model`, on the meta device, as many experts as each of `size` ranks has that share those of a block.
+    Raises RecipeError where the model cannot be split so."""
     if size == 1:
         return
-    config, group = model.config, EPGroup(size, rank % size)
+    config, group = model.config, EPGroup(size)
     setting = f"parallel.ep_size = {size}: family {config.model_type!r}"
     names = {module: name for name, module in model.named_modules()}
     stacks = [module for block in model.blocks for module in block.modules() if getattr(module, STACKED, None)]
@@ -191,9 +190,8 @@ def apply_expert_parallel(model: CausalLM, size: int, rank: int) -> None:
                 f"{fits}"
             )
         for name, parameter in parameters.items():
-            each = len(parameter) // size
-            local = parameter.detach()[group.ep_rank * each : (group.ep_rank + 1) * each]
-            slots_of(module)[name] = nn.Parameter(local.contiguous(), parameter.requires_grad)
+            local = parameter.detach()[: len(parameter) // size].contiguous()
+            slots_of(module)[name] = nn.Parameter(local, parameter.requires_grad)
         family: Any = type(module)
         module.__class__, module.ep_group = _dispatching(family), group
 

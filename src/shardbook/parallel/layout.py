@@ -240,7 +240,9 @@ class Layout:
         run, depth = (units, self.forward_prefetch) if is_forward else (backward_order(units), self.backward_prefetch)
         ahead = [run[number + 1 : number + 1 + depth] for number in range(len(run))]
         sent = {unit: self.shards_of(unit) > 1 for unit in run}
-        return [(unit, list(compress(units, map(sent.__getitem__, units)))) for unit, units in zip(run, ahead, strict=True)]
+        return [
+            (unit, list(compress(units, map(sent.__getitem__, units)))) for unit, units in zip(run, ahead, strict=True)
+        ]
 
     @property
     def hops(self) -> list[tuple[str, int, int]]:

@@ -168,7 +168,7 @@ def build_local(
         if part is not None:
             apply_tensor_parallel(part, recipe.parallel.tp_size, rank)
             apply_context_parallel(part, recipe.parallel, rank)
-    apply_expert_parallel(model, recipe.parallel.ep_size, rank)
+    apply_expert_parallel(model, recipe.parallel.ep_size)
     placements = note_shards(placements, model, expert_parameters(model))
     pipeline, chunks = apply_pipeline_parallel(model, recipe.parallel, rank, world_size)
     return LocalModel(model, pipeline, chunks, placements, flops)

@@ -200,7 +200,7 @@ def lend_groups(model: nn.Module) -> None:
         for name in ("tp", "cp", "ep"):
             group = getattr(module, f"{name}_group", None)
             if isinstance(group, TPGroup | CPGroup | EPGroup) and group.process_group is None:
-                group.process_group = fake_group(getattr(group, f"{name}_rank"), group.size)
+                group.process_group = fake_group(getattr(group, f"{name}_rank", 0), group.size)
 
 
 def run(recipe: Recipe, kinds: Kinds, kernel: Kernel, lengths: Sequence[int]) -> list[MemoryTrace]:

@@ -92,14 +92,19 @@ def test_a_rank_reads_its_own_rows_alone(tmp_path, monkeypatch):
 
 def test_an_expert_that_is_missing_or_misshapen_is_one_error(tmp_path):
     stem = "model.layers.1.mlp.experts"
-    for edit in (
-        lambda tensors: tensors.pop(f"{stem}.2.up_proj.weight"),
-        lambda tensors: tensors.update({f"{stem}.2.up_proj.weight": torch.zeros(7, 32)}),
+    gates = "4 of mlp.experts.*.gate_proj.weight [16, 32]"
+    for edit, ups in (
+        (lambda tensors: tensors.pop(f"{stem}.2.up_proj.weight"), "3 of mlp.experts.*.up_proj.weight [16, 32]"),
+        (
+            lambda tensors: tensors.update({f"{stem}.2.up_proj.weight": torch.zeros(7, 32)}),
+            "4 of mlp.experts.*.up_proj.weight [7, 32] or [16, 32]",
+        ),
     ):
         write(tmp_path, "qwen3_moe")
         edit_weights(tmp_path, edit)
         said = said_by(load, tmp_path, "qwen3_moe")
-        assert f"{stem}.gate_up_proj has shape [0" in said and said.endswith("the model wants [128, 32]")
+        assert f"{stem}.gate_up_proj has shape [0" in said
+        assert said.endswith(f"the model wants [128, 32]: its files have {gates}, {ups}"), said
 
 
 def test_files_of_quantised_experts_are_one_error(tmp_path):
