@@ -322,7 +322,9 @@ class Machine:
             for tensor in writes:
                 self.write(tensor, party, name)
         before = {tensor.untyped_storage()._cdata for tensor in inputs}
-        out = func(*args, **kwargs)
+        # a GPU counts whole numbers, a CPU only floats
+        whole = name == "aten::histc" and not args[0].is_floating_point()
+        out = func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype) if whole else func(*args, **kwargs)
         made = [tensor for tensor in self.tensors(out) if tensor.untyped_storage()._cdata not in before]
         if made and target.type == "cuda":
             self.take_room(party, name)
