@@ -19,6 +19,7 @@ from shardbook.model.dtypes import DTYPES
 from shardbook.model.families import load_config
 from shardbook.model.shapes import shape_config
 from shardbook.model.weights import is_adapter
+from shardbook.parallel.experts import find_experts
 from shardbook.parallel.mesh import build_mesh
 from shardbook.parallel.placement import World, build_local, layout_of
 from shardbook.parallel.sharding import apply_stage
@@ -138,6 +139,7 @@ def test_recipe(name, tmp_path):
     assert recipe.parallel.stage == stages.get(last, last)
     assert (bool(recipe.lora.r), recipe.model.load_in_4bit) == ("lora" in name, "qlora" in name)
     assert (recipe.parallel.tp_size > 1) == ("-tp" in name or name.endswith("-3d"))
+    assert (recipe.parallel.ep_size > 1) == ("-moe" in name or name.endswith("-ep"))
     assert (recipe.parallel.cp_size > 1) == name.endswith(("-cp", "-128k"))
     assert (recipe.parallel.pp_size > 1) == name.endswith(("-pp", "-3d"))
     resolved = tmp_path / "resolved.toml"
@@ -169,9 +171,8 @@ def test_a_recipe_of_each_sort_is_wrapped_in_make_test():
 
     def sorts(names):
         found = {(key, getattr(recipes[n].parallel, key)) for n in names for key in ("stage", "secondary_shard")}
-        found |= {
-            (key, getattr(recipes[n].parallel, key) > 1) for n in names for key in ("tp_size", "cp_size", "pp_size")
-        }
+        sizes = "tp_size", "cp_size", "ep_size", "pp_size"
+        found |= {(key, getattr(recipes[n].parallel, key) > 1) for n in names for key in sizes}
         found |= {("offload", recipes[n].offload.optimizer) for n in names}
         found |= {("method", recipes[n].method, bool(recipes[n].lora.r), recipes[n].model.load_in_4bit) for n in names}
         return found | {("family", recipes[n].model.path) for n in names}
@@ -253,11 +254,14 @@ def wrap(path, folder, world, count):
             columns = name.endswith(("o_proj.weight", "down_proj.weight"))
             assert parameter.device_mesh.mesh_dim_names == ("dp_shard", "tp")
             assert parameter.placements[-1] == Shard(int(columns)), name
+        elif local.placements[name].is_expert:
+            assert parameter.device_mesh.mesh_dim_names == ("dp_shard", "ep"), name
+            assert [each.dim for each in parameter.placements] == [0, 0], name
         elif not layout.is_replicated:
             assert isinstance(parameter, DTensor) and list(parameter.placements) == placed, name
             assert -(-len(parameter) // shard) >= len(parameter.to_local())
     modules = {module for chunk in local.chunks for module in chunk.modules() if isinstance(module, FSDPModule)}
-    split = {module for part in model.parts for module in part} | set(local.chunks)
+    split = {module for part in model.parts for module in part} | set(local.chunks) | set(find_experts(model))
     assert modules == (set() if layout.is_replicated else split)
     # what a rank keeps is its share: every matrix of these models divides evenly, so exactly
     kept = sum((p if layout.is_replicated else p.to_local()).numel() for p in model.parameters())
@@ -269,7 +273,7 @@ def wrap(path, folder, world, count):
     for rank in range(world):
         stage = stages[rank * pp // world]
         shard = rank_along(stage.sizes, "dp_shard", rank)
-        lengths = [shard_rows(shape[0], stage.shards, shard) for unit in stage.units for shape in unit.shapes]
+        lengths = [shard_rows(shape[0], stage.shards_of(unit), shard) for unit in stage.units for shape in unit.shapes]
         key = id(stage), *lengths
         if key not in kept_by:
             kept_by[key] = predict_resident(stage, rank, recipe.optim.name).total_bytes
