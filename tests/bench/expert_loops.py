@@ -3,9 +3,9 @@ under transformers' own expert parallel in the loop that its users write.
 
     python tests/bench/expert_loops.py NAME FOLDER CONNECTION
 
-Arguments and messages are those of peer_loops.py. A loop of transformers' takes gradients of two meshes: experts lie
-along ep, all else along fsdp. Neither clip_grad_norm_ nor a fused optimizer goes across meshes, so the loop has a norm
-and a group of parameters for each, as transformers' Trainer has a norm for each.
+Arguments and messages are those of peer_loops.py. A model of transformers' has gradients of two meshes: experts lie
+along ep, all else along fsdp. clip_grad_norm_ does not go across meshes, so the loop has a norm for each, as that of
+transformers' Trainer.
 """
 
 import json
@@ -80,7 +80,7 @@ def run_transformers(bench: Bench, **sizes: int | str | dict) -> None:
     rows = bench.rows()
     if "tp_size" in sizes:
         rows = torch.load(bench.folder / "rows.pt")
-    optimizer = build_optimizer(bench, model)
+    optimizer = bench.build_optimizer(model)
     for ids in rows[: bench.settings["steps"]]:
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
@@ -97,13 +97,6 @@ def group_by_mesh(parameters: list[torch.nn.Parameter]) -> list[list[torch.nn.Pa
     for parameter in parameters:
         groups[parameter.device_mesh if isinstance(parameter, DTensor) else None].append(parameter)
     return list(groups.values())
-
-
-def build_optimizer(bench: Bench, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """As ours: matrices decay, vectors do not."""
-    whole = bench.build_optimizer(model)
-    groups = [group | {"params": same} for group in whole.param_groups for same in group_by_mesh(group["params"])]
-    return torch.optim.AdamW(groups)
 
 
 def clip_gradients(model: torch.nn.Module, max_norm: float) -> None:
