@@ -44,7 +44,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PYTHONDONTWRITEBYTECODE =
 .DEFAULT_GOAL := help
 .PHONY: help train launch plan data compare recipes matrix reference docs test check everything test-slow test-streams test-dist test-cpu test-newest test-reliability test-page test-cluster proof families test-gpu first-touch gpu-wheels bench-gpu bench-plan bench-link \
-	bench-checkpoint bench-convergence bench-offload bench-optimizers bench-peers bench-work lint format clean
+	bench-checkpoint bench-convergence bench-offload bench-optimizers bench-peers bench-work bench-experts lint format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -189,6 +189,9 @@ bench-peers: $(DEV) $(PEERS)  ## a step beside bare loops, HF Trainer and DeepSp
 
 bench-work: $(DEV) $(PEERS)  ## what a step of each of them does, counted: products, memory, collectives (some minutes)
 	$(PYTHON3) tests/bench/peer_work.py $(ARGS)
+
+bench-experts: $(DEV)  ## expert parallel beside zero3 and transformers' own, in turn, on CPU ranks (a quarter of an hour)
+	$(PYTHON3) tests/bench/expert_peers.py $(ARGS)
 
 bench-offload: $(DEV)  ## AdamW on the host, the disk beside fio, their pipeline (fio: apt-get install fio; some five minutes)
 	$(PYTHON3) tests/bench/offload.py $(ARGS)

@@ -72,7 +72,9 @@ def sent_bytes(name: str, leaves: list) -> int:
         return here * (ranks - 1) // (ranks + 1)  # the whole and a part are here
     if plain.startswith(("allreduce", "broadcast", "reduce")):
         return here * (ranks - 1) // ranks * (2 if plain.startswith("all") else 1)
-    if plain.startswith(("wait", "barrier")):
+    if plain.startswith("alltoall"):
+        return here // 2 * (ranks - 1) // ranks  # what goes in and what comes out
+    if plain.startswith(("wait", "wrap", "barrier")):
         return 0
     raise NotImplementedError(name)
 
@@ -321,14 +323,20 @@ CONTENDERS: dict[str, Callable[[Bench], dict | None]] = {
 }
 
 
-def main(name: str, folder: str, descriptor: str) -> None:
+def main(
+    name: str,
+    folder: str,
+    descriptor: str,
+    contenders: dict[str, Callable[[Bench], dict | None]] = CONTENDERS,
+    work: type[Work] = Work,
+) -> None:
     connection = Connection(int(descriptor))
     settings = json.loads((Path(folder) / "settings.json").read_text())
     if name in ON_FOUR_RANKS:
         settings["model"] = settings["model_on_four_ranks"]
         settings["batch"] = settings["batch"] * settings["ranks"] // 4  # as many rows in a step
-    bench = Bench(name, Path(folder), connection, settings)
-    facts = CONTENDERS[name](bench) or {}
+    bench = Bench(name, Path(folder), connection, settings, work=work())
+    facts = contenders[name](bench) or {}
     # getrusage would give the parent's, where that is larger
     status = Path("/proc/self/status").read_text().splitlines()
     peak = 1024 * next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))

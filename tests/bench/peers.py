@@ -51,6 +51,8 @@ class LeftOut(Exception):
 class World:
     """The ranks of one contender."""
 
+    program = Path(__file__).with_name("peer_loops.py")
+
     def __init__(self, name: str, folder: Path, site: Path, variables: dict[str, str] | None = None):
         from shardbook.ranks.launch import free_port
 
@@ -73,7 +75,7 @@ class World:
             shared |= {"DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         for rank in range(ranks):
             here, there = Pipe()
-            command = [sys.executable, str(Path(__file__).with_name("peer_loops.py")), name, str(folder)]
+            command = [sys.executable, str(self.program), name, str(folder)]
             with self.said[rank].open("w") as said:
                 process = subprocess.Popen(
                     [*command, str(there.fileno())],
@@ -134,8 +136,16 @@ class World:
             process.wait()
 
 
-def run_group(names: list[str], folder: Path, site: Path, settings: dict, variables: dict | None = None) -> dict:
-    """A row a contender: seconds of the second step of each of its turns, losses of all steps; or `left_out`."""
+def run_group(
+    names: list[str],
+    folder: Path,
+    site: Path,
+    settings: dict,
+    variables: dict | None = None,
+    world_type: type[World] = World,
+) -> dict:
+    """A row a contender: seconds of the second step of each of its turns, of the wall and of the CPUs, losses of all
+    steps; or `left_out`."""
     rows: dict[str, dict] = {}
     worlds: dict[str, World] = {}
 
@@ -151,7 +161,7 @@ def run_group(names: list[str], folder: Path, site: Path, settings: dict, variab
             try:
                 if free < needed:  # else the kernel would end one, of whomever
                     raise LeftOut(f"needs {needed / 1e9:.0f} GB of memory, {free / 1e9:.0f} are free")
-                worlds[name], rows[name] = World(name, folder, site, variables), {"seconds": [], "idle_share": 0.0}
+                worlds[name], rows[name] = world_type(name, folder, site, variables), new_row()
                 worlds[name].hear()
                 print(f"{name:32} stands after {time.perf_counter() - began:.0f} s", flush=True)
             except LeftOut as why:
@@ -167,6 +177,7 @@ def run_group(names: list[str], folder: Path, site: Path, settings: dict, variab
                     leave(name, why)
                     continue
                 rows[name]["seconds"].append(seconds)
+                rows[name]["cpu_seconds"].append(worlds[name].cpu_seconds() - before[name])
                 print(f"{name:32} round {round_ + 1}: {seconds:.2f} s", flush=True)
                 for other, world in worlds.items():
                     if other != name:  # its share of one core while it should be doing nothing
@@ -182,6 +193,10 @@ def run_group(names: list[str], folder: Path, site: Path, settings: dict, variab
             world.end()
         shutil.rmtree(folder / "runs", ignore_errors=True)  # the next group's run of this name begins anew
     return rows
+
+
+def new_row() -> dict:
+    return {"seconds": [], "cpu_seconds": [], "idle_share": 0.0}
 
 
 def free_bytes() -> int:
@@ -206,14 +221,8 @@ def finish(name: str, said: list[dict], settings: dict) -> dict:
 
 def prepare(folder: Path, settings: dict) -> None:
     """Rows of ChitChat: exchanges, and documents that fill a row; the order in which our loader gives those."""
-    import torch
-
     from shardbook.data.chitchat import chitchat_file
     from shardbook.data.encoding import load_tokenizer
-    from shardbook.data.loader import Loader, choose_batching
-    from shardbook.data.tokenized import build_documents
-    from shardbook.parallel.mesh import DataRank
-    from shardbook.recipe import find_recipe, load_recipe
 
     tokenizer = load_tokenizer(Path(settings["model"]), "model.path")
     chats = [json.loads(line)["messages"] for line in chitchat_file("chitchat").read_text().splitlines()]
@@ -226,22 +235,36 @@ def prepare(folder: Path, settings: dict) -> None:
     write(folder / "full.jsonl", [{"text": text} for text in full])
     write(folder / "exchanges.jsonl", [{"prompt": a["content"] + "\n", "completion": b["content"]} for a, b in pairs])
     for rows in (full_rows(settings, folder, "ddp"), exchanges(settings, folder, packing=False)):
-        name, *words = recipe_words(settings, folder, "rows", rows)
-        recipe = load_recipe(find_recipe(name), words)
-        documents, _ = build_documents(recipe.data, tokenizer, Path(settings["model"]))  # tokenised here, once
-        if recipe.data.max_length == settings["length"]:
-            batchings = [
-                choose_batching(recipe.data, recipe.train, DataRank(rank, RANKS), "cpu", documents)
-                for rank in range(RANKS)
-            ]
-            loaders = [Loader(documents, batching, 1, recipe.train.seed) for batching in batchings]
-            steps = [
-                [loader.step_at(step * loader.rows_per_step)[0].input_ids for loader in loaders]
-                for step in range(settings["steps"])
-            ]
-            torch.save(torch.stack([torch.cat(step) for step in steps]), folder / "rows.pt")
+        keep_rows(settings, folder, rows)
     settings["model_on_four_ranks"] = str(apply_tensor_parallel(Path(settings["model"]), folder / "cut"))
     (folder / "settings.json").write_text(json.dumps(settings))
+
+
+def keep_rows(settings: dict, folder: Path, rows: dict) -> None:
+    """Tokenises the documents of `rows`, once for all runs. Where they fill a row, writes rows.pt: what our loader
+    gives each rank in each step."""
+    import torch
+
+    from shardbook.data.encoding import load_tokenizer
+    from shardbook.data.loader import Loader, choose_batching
+    from shardbook.data.tokenized import build_documents
+    from shardbook.parallel.mesh import DataRank
+    from shardbook.recipe import find_recipe, load_recipe
+
+    name, *words = recipe_words(settings, folder, "rows", rows)
+    recipe, tokenizer = load_recipe(find_recipe(name), words), load_tokenizer(Path(settings["model"]), "model.path")
+    documents, _ = build_documents(recipe.data, tokenizer, Path(settings["model"]))
+    if recipe.data.max_length != settings["length"]:
+        return
+    batchings = [
+        choose_batching(recipe.data, recipe.train, DataRank(rank, RANKS), "cpu", documents) for rank in range(RANKS)
+    ]
+    loaders = [Loader(documents, batching, 1, recipe.train.seed) for batching in batchings]
+    steps = [
+        [loader.step_at(step * loader.rows_per_step)[0].input_ids for loader in loaders]
+        for step in range(settings["steps"])
+    ]
+    torch.save(torch.stack([torch.cat(step) for step in steps]), folder / "rows.pt")
 
 
 def write(path: Path, rows: list[dict]) -> None:
