@@ -36,7 +36,8 @@ try:
 
     # The base of a mode that sees every operation, backward's too. Public TorchFunctionMode does not.
     from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
+    from torch.utils._pytree import tree_leaves, tree_map
+    from torch.utils.checkpoint import _detach_helper, _VersionWrapper
 except ImportError as error:
     raise RecipeError(
         f"torch {torch.__version__} lacks what Shardbook uses ({first_line(error)}); it is tested with torch "
@@ -186,6 +187,17 @@ def set_memory_budget(share: float) -> None:
     import torch._functorch.config
 
     torch._functorch.config.activation_memory_budget = share
+
+
+def keep_result(result: Any) -> Any:
+    """Returns what `recall_result` gives back of an operation's result: without its graph, and with its version, as
+    torch's selective checkpointing keeps it. No public name keeps a result apart from its contexts."""
+    return tree_map(lambda part: _VersionWrapper(_detach_helper(part)), result)
+
+
+def recall_result(kept: Any) -> Any:
+    """Returns the result that `keep_result` kept. Raises RuntimeError where one of its tensors has changed."""
+    return tree_map(lambda part: part.get_val(False), kept)
 
 
 def backends_of(device: torch.device) -> list[Any]:

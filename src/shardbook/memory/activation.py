@@ -6,8 +6,9 @@ keeps which ones its router chose: a near tie that fell otherwise would send tok
 before the stage.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from shardbook.comm.torch_private import TorchDispatchMode, set_memory_budget
+from shardbook.comm.torch_private import TorchDispatchMode, keep_result, recall_result, set_memory_budget
 from shardbook.model.experts import stacked_parameters
 from shardbook.recipe import Activation, RecipeError
 
@@ -84,9 +85,14 @@ def keep_chosen(policy: Policy | None, context: Any, op: Any, *positional: Any, 
 
 
 class Choices(TorchDispatchMode):
-    """Notes in `chosen` what each top-k of a forward chooses; `again`, each chooses what was noted. The chosen scores
-    are gathered both times: torch's selective contexts want the same operations. What is compiled inside, as flex
-    attention, stays compiled."""
+    """Keeps in `kept`, by operation and in order, what each top-k of a forward chooses, and the results of operations
+    that `policy` saves; `again`, these are returned in place of computing. Of a top-k the chosen scores are gathered
+    both times. What is compiled inside, as flex attention, stays compiled.
+
+    torch's own selective contexts will not do here: they cannot keep a router's top-k, whose values routers divide in
+    place; and they want the same operations both times, where fully_shard's hooks on experts inside the block gather in
+    forward, and may have gathered already when it runs again.
+    """
 
     supports_higher_order_operators = True
 
@@ -94,40 +100,43 @@ class Choices(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def __init__(self, chosen: list[Tensor], again: bool):
+    def __init__(self, kept: dict[Any, list[Any]], policy: Policy | None, again: bool):
         super().__init__()
-        self.chosen, self.again, self.number = chosen, again, 0
+        self.kept, self.policy, self.again, self.numbers = kept, policy, again, Counter[Any]()
 
     def __enter__(self) -> Any:
-        self.number = 0  # backward may run a block again twice
+        self.numbers.clear()  # backward may run a block again twice
         return super().__enter__()
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if op is not TOP_K:
-            return op(*args, **(kwargs or {}))
-        scores, _, dim = (*args, -1)[:3]
-        if not self.again:
-            self.chosen.append(op(*args, **(kwargs or {}))[1])
-        ids = self.chosen[self.number]
-        self.number += 1
-        return scores.gather(dim, ids), ids
+        named = kwargs or {}
+        if op is TOP_K:
+            scores, _, dim = (*args, -1)[:3]
+            ids = self._recall(op, lambda: op(*args, **named)[1])
+            return scores.gather(dim, ids), ids
+        if self.policy is None or self.policy(None, op, *args, **named) != CheckpointPolicy.MUST_SAVE:
+            return op(*args, **named)
+        return self._recall(op, lambda: op(*args, **named))
+
+    def _recall(self, op: Any, compute: Callable[[], Any]) -> Any:
+        number = self.numbers[op]
+        self.numbers[op] += 1
+        if self.again:
+            kept = self.kept[op][number]
+            assert kept is not None, "a block whose results are kept goes backward once"
+            if op is not TOP_K:
+                self.kept[op][number] = None  # the recomputed graph has it from now on
+            return recall_result(kept)
+        result = compute()
+        self.kept[op].append(keep_result(result))
+        return result
 
 
 def choice_contexts(policy: Policy | None) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Returns the contexts of a forward and of its recomputation, in which a router chooses the same experts. torch's
-    own selective contexts cannot keep its top-k: routers divide the values in place."""
-    chosen = list[Tensor]()
-    keep, again = Choices(chosen, again=False), Choices(chosen, again=True)
-    if policy is None:
-        return keep, again
-    forward, backward = create_selective_checkpoint_contexts(policy)
-    return _both(forward, keep), _both(backward, again)
-
-
-@contextmanager
-def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
-    with outer, inner:
-        yield
+    """Returns the contexts of a forward and of its recomputation, in which a router chooses the same experts, and what
+    `policy` saves is not computed again."""
+    kept = defaultdict[Any, list[Any]](list)
+    return Choices(kept, policy, again=False), Choices(kept, policy, again=True)
 
 
 def recomputed(

@@ -25,10 +25,8 @@ from shardbook.model.causal_lm import CausalLM
 from shardbook.model.marks import STACKED
 from shardbook.recipe import RecipeError
 
-COMPUTE = (
-    "grouped_mm"  # of transformers' implementations: one call for all experts, and gradients of those without rows
-)
-COUNT_BYTES = 8  # of an expert's tokens
+COMPUTE = "grouped_mm"  # transformers' implementation by products of all experts; one without rows gets a gradient too
+COUNT_BYTES = 8  # of the number of an expert's rows
 
 
 class Routing(NamedTuple):
