@@ -34,8 +34,8 @@ CASES = [
     Case("zero1", 1, 2, 2, checkpointing="full", extra=(EP,)),
     Case("zero2", 1, 2, 1, extra=(EP, "data.packing=false")),
 ]
-# weights that are not divided by their sum; multipliers; biases and interleaved gates; a shared expert, which runs after
-# them; groups of experts, and a first block without any; matrices the other way round
+# weights not divided by their sum; multipliers; biases and interleaved gates; a shared expert, which runs after them;
+# groups of experts, and a first block without any; matrices the other way round
 SORTS = ("qwen3_moe", "granitemoe", "gpt_oss", "qwen2_moe", "deepseek_v3", "aria_text")
 WIDE = [
     Case("zero3", 1, 4, 2, True, extra=(EP,)),

@@ -184,3 +184,14 @@ def test_fully_shard_asks_each_parameter_anew_when_its_shard_is_final():
 def test_what_a_plan_counts_asks_when_buffers_are_freed():
     """Of torch 2.13 the last gather's buffer is there while the next is copied; of 2.15 it is not."""
     assert torch_private.frees_early() == (release_of(torch.__version__) >= (2, 15))
+
+
+def test_a_result_is_kept_without_its_graph_and_a_changed_one_is_not_given_back():
+    made = torch.ones(3, requires_grad=True) * 2
+    kept = torch_private.keep_result((made, None, 7))
+    again, *others = torch_private.recall_result(kept)
+    assert torch.equal(again, made) and again.grad_fn is None and others == [None, 7]
+    with torch.no_grad():
+        made.mul_(2)
+    with pytest.raises(RuntimeError, match="has been mutated"):
+        torch_private.recall_result(kept)
