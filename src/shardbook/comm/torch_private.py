@@ -33,11 +33,12 @@ try:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
     from torch.multiprocessing.reductions import StorageWeakRef
     from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch.utils import checkpoint as _checkpoint
 
     # The base of a mode that sees every operation, backward's too. Public TorchFunctionMode does not.
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves, tree_map
-    from torch.utils.checkpoint import _detach_helper, _VersionWrapper
+    from torch.utils.checkpoint import _VersionWrapper
 except ImportError as error:
     raise RecipeError(
         f"torch {torch.__version__} lacks what Shardbook uses ({first_line(error)}); it is tested with torch "
@@ -192,7 +193,10 @@ def set_memory_budget(share: float) -> None:
 def keep_result(result: Any) -> Any:
     """Returns what `recall_result` gives back of an operation's result: without its graph, and with its version, as
     torch's selective checkpointing keeps it. No public name keeps a result apart from its contexts."""
-    return tree_map(lambda part: _VersionWrapper(_detach_helper(part)), result)
+    helper: Any = _checkpoint
+    # torch before 2.13 has the same by another name, and asks whether a result may be a view
+    detach = getattr(helper, "_detach_helper", None) or partial(helper._maybe_detach, any_ret_has_alias_info=True)
+    return tree_map(lambda part: _VersionWrapper(detach(part)), result)
 
 
 def recall_result(kept: Any) -> Any:

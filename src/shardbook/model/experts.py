@@ -71,8 +71,9 @@ def _flatten(module: nn.Module, tensors: dict[str, Tensor], prefix: str, *_: Any
 
 
 def matrices_of(blocks: Iterable[nn.Module]) -> set[nn.Parameter]:
-    """Returns the matrices inside `blocks`; a stack of matrices, which experts are, is none."""
-    stacked = {p for block in blocks for p in stacked_parameters(block)}
+    """Returns the matrices inside `blocks`; a stack of matrices, which experts are, is none, nor are their biases."""
+    modules = [module for block in blocks for module in block.modules() if getattr(module, STACKED, None)]
+    stacked = {p for module in modules for p in module.parameters(recurse=False)}
     return {p for block in blocks for p in block.parameters() if p.ndim == 2} - stacked
 
 

@@ -200,6 +200,7 @@ def find_experts(model: nn.Module) -> list[Any]:
 
 
 def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Returns the parameters of `find_experts`."""
     return {parameter for module in find_experts(model) for parameter in module.parameters(recurse=False)}
 
 

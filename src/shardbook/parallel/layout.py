@@ -7,7 +7,7 @@ device) and a number of ranks, so a laptop has the layout of a cluster. A later 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
-from itertools import compress, islice
+from itertools import islice
 from math import prod
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
@@ -65,6 +65,7 @@ class Layout:
     # of every parameter of the whole model by its name, in order, also of those on other ranks
     placements: dict[str, Placement] = field(default_factory=dict)
     experts: int = 0  # of each block that has some, where ranks along ep share them
+    chosen_share: float = 1.0  # of these experts a token meets so many
     balanced: tuple[int, ...] = ()  # the experts of each router whose choices an auxiliary loss balances
 
     @property
@@ -105,8 +106,7 @@ class Layout:
 
     @property
     def ep_size(self) -> int:
-        """The expert-parallel size: the number of ranks that share the experts of each block (experts.py). Units of
-        experts have the shapes of this rank's."""
+        """The expert-parallel size (experts.py): ranks that share a block's experts, of which units have this rank's."""
         return self.parallel.ep_size
 
     @cached_property
@@ -125,17 +125,24 @@ class Layout:
         return self.meshes[-1 if unit.is_experts else 0]
 
     def shards_of(self, unit: Unit) -> int:
-        """Returns the number of ranks that shard `unit`: under ep what one rank has of its experts."""
+        """Returns the number of ranks that shard `unit`."""
         return self.sizes_of(unit)[DP_SHARD]
 
     def replicas_of(self, unit: Unit) -> int:
+        """Returns the number of ranks that each have the same shard of `unit`."""
         return self.sizes_of(unit)[DP_REPLICATE]
 
     def counted_axis(self, unit: Unit, axis: str) -> str:
         """Returns the axis under which traffic of `unit` along `axis` is counted: the first that joins these ranks."""
+        return self._axes_of_experts[axis] if unit.is_experts else axis
+
+    @cached_property
+    def _axes_of_experts(self) -> dict[str, str]:
         groups = self.groups(0)
-        ranks = groups[OF_EXPERTS[axis] if unit.is_experts else axis]
-        return next(name for name, others in groups.items() if others == ranks)
+        names = {
+            axis: (name for name, ranks in groups.items() if ranks == groups[OF_EXPERTS[axis]]) for axis in OF_EXPERTS
+        }
+        return {axis: next(of) for axis, of in names.items()}
 
     def share_of(self, count: int) -> int:
         """Returns the most that a rank has of `count` rows of a head, or heads of keys, which ranks share."""
@@ -168,8 +175,7 @@ class Layout:
 
     @property
     def shared(self) -> dict[str, int]:
-        """The number of ranks, by axis, that compute one micro-batch together, as they split matrices, rows, experts or
-        layers."""
+        """The number of ranks, by axis, that split what one rank would do: matrices, rows, experts or layers."""
         return {TP: self.tp_size, CP: self.cp_size, EP: self.ep_size, PP: self.pipeline.ranks}
 
     def dtype(self, what: Literal["params", "reduce", "master"]) -> torch.dtype:
@@ -239,10 +245,9 @@ class Layout:
         units = [root, *inner] if root.shapes else inner
         run, depth = (units, self.forward_prefetch) if is_forward else (backward_order(units), self.backward_prefetch)
         ahead = [run[number + 1 : number + 1 + depth] for number in range(len(run))]
-        sent = {unit: self.shards_of(unit) > 1 for unit in run}
-        return [
-            (unit, list(compress(units, map(sent.__getitem__, units)))) for unit, units in zip(run, ahead, strict=True)
-        ]
+        is_gathered = {unit: self.shards_of(unit) > 1 for unit in run}
+        gathered = ([each for each in units if is_gathered[each]] for units in ahead)
+        return list(zip(run, gathered, strict=True))
 
     @property
     def hops(self) -> list[tuple[str, int, int]]:

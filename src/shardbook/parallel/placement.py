@@ -15,7 +15,7 @@ from shardbook.model.adapters import apply_lora, pack_blocks
 from shardbook.model.attention import KERNELS, Kernel, choose_attention, kernel_on_gpu
 from shardbook.model.causal_lm import CausalLM, build_model
 from shardbook.model.dtypes import DTYPES
-from shardbook.model.flops import Flops, count_flops
+from shardbook.model.flops import Flops, count_flops, experts_per_token
 from shardbook.model.routers import check_routers, count_choices, freeze_routers
 from shardbook.model.selfcheck import check_family, freeze
 from shardbook.model.shrink import keep_layers
@@ -60,6 +60,7 @@ class LocalModel:
     chunks: list[CausalLM]  # the chunks of layers, each of which runs by itself
     placements: dict[str, Placement]  # of every parameter of the whole model
     flops: Flops  # of the whole model
+    experts: int  # of a block of the whole model, where ranks along ep share them; else 0
 
 
 @dataclass(frozen=True)
@@ -131,8 +132,8 @@ def layout_of(recipe: Recipe, local: LocalModel, world: World, chosen: dict[Any,
     beside = teacher.config if teacher else None
     layout = build_layout(*given, recipe.offload, chosen, *split, beside)
     balanced = count_choices(model.base, model.config) if recipe.train.router_aux_loss_coef else ()
-    experts = max((module.num_experts for module in find_experts(model)), default=0)
-    return replace(layout, balanced=balanced, experts=experts)
+    share = experts_per_token(model.config) / local.experts if local.experts else 1.0
+    return replace(layout, balanced=balanced, experts=local.experts, chosen_share=share)
 
 
 def build_local(
@@ -170,5 +171,6 @@ def build_local(
             apply_context_parallel(part, recipe.parallel, rank)
     apply_expert_parallel(model, recipe.parallel.ep_size)
     placements = note_shards(placements, model, expert_parameters(model))
+    experts = max((module.num_experts for module in find_experts(model)), default=0)
     pipeline, chunks = apply_pipeline_parallel(model, recipe.parallel, rank, world_size)
-    return LocalModel(model, pipeline, chunks, placements, flops)
+    return LocalModel(model, pipeline, chunks, placements, flops, experts)

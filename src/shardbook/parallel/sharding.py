@@ -35,7 +35,8 @@ from shardbook.parallel.tensor import divide_summed_gradients, place_on_mesh, su
 @dataclass
 class ShardedModel:
     """A model under its stage. Every parameter is a DTensor, Shard(0) along dp_shard and Replicate along dp_replicate,
-    and sharded along tp where its matrix is; or, where `replicated` is set, a plain tensor: each rank has all of it."""
+    and sharded along tp where its matrix is, along ep where it is of experts; or, where `replicated` is set, a plain
+    tensor: each rank has all of it."""
 
     model: nn.Module
     layout: Layout
@@ -216,7 +217,8 @@ def apply_stage(model: nn.Module, layout: Layout, mesh: DeviceMesh, ours: bool =
     dtypes = [
         torch.float32 if layout.pipeline.is_last(chunk) else layout.dtype("params") for chunk in range(len(roots))
     ]
-    parts = list(map(_apply, roots, layout.chunks, dtypes, repeat(mesh), repeat(monitor)))
+    meshes = [mesh] + [regroup_mesh(mesh, sizes) for sizes in layout.meshes[1:]]
+    parts = list(map(_apply, roots, layout.chunks, dtypes, repeat(meshes), repeat(monitor)))
     for part in parts:
         monitor.follow(part.model, gathers=not part.replicated, end=part.fill_gradients)
     if ours and layout.shards > 1 and mesh.device_type == "cuda":
@@ -228,8 +230,9 @@ def apply_stage(model: nn.Module, layout: Layout, mesh: DeviceMesh, ours: bool =
 
 
 def _apply(
-    model: nn.Module, layout: Layout, output: torch.dtype, mesh: DeviceMesh, monitor: PassMonitor
+    model: nn.Module, layout: Layout, output: torch.dtype, meshes: list[DeviceMesh], monitor: PassMonitor
 ) -> ShardedModel:
+    mesh = meshes[0]
     if layout.is_replicated:
         for tensor in (*model.parameters(), *model.buffers()):
             if not tensor.is_meta:
@@ -240,10 +243,8 @@ def _apply(
     if full_mesh:
         place_on_mesh(model, layout.placements, full_mesh)
     switches, shards, hops = layout.switches, layout.shards, build_hops(layout, mesh)
-    meshes = {False: mesh}  # by whether a unit is one of experts
     if layout.ep_size > 1:
-        meshes[True] = regroup_mesh(mesh, layout.meshes[-1])
-        place_experts(model, meshes[True])
+        place_experts(model, meshes[-1])
     order = [*layout.units[-2::-1], layout.units[-1]]
     with share_secondary_mesh():
         for unit in order:
@@ -253,7 +254,7 @@ def _apply(
                 output_dtype=output if unit is order[-1] else None,
                 cast_forward_inputs=not unit.is_experts,  # a router's weights stay in its dtype
             )
-            along = meshes[unit.is_experts]
+            along = meshes[-1 if unit.is_experts else 0]
             # Not 2-D for one replica: fully_shard would all-reduce along the first axis, in a group of one rank.
             along = along[DP_REPLICATE, DP_SHARD] if layout.replicas_of(unit) > 1 else along[DP_SHARD]
             modules = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)

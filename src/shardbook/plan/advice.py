@@ -35,7 +35,7 @@ def advise(planner: Planner, cluster: Cluster) -> Advice:
         everything += planner.candidates(cluster, tier)
         best = _fastest(everything)
         if tier == "none" and _may_gain(planner, cluster, best):
-            others = _sharing(planner, cluster)
+            others = _sharing(planner, cluster, is_ep_only=best is not None and not _waits_for_nodes(cluster, best))
             everything += others
             other = _fastest(others)
             if other and (best is None or other.time.seconds < GAIN * best.time.seconds):
@@ -71,12 +71,14 @@ def fit_adapters(planner: Planner, cluster: Cluster) -> dict[str, Candidate | No
     return adapted
 
 
-def _sharing(planner: Planner, cluster: Cluster) -> list[Candidate]:
-    """Returns candidates with another tp, cp, pp or ep size; where none of them fits, with two of tp, cp and pp."""
-    candidates = list[Candidate]()
-    for both in (False, True):
+def _sharing(planner: Planner, cluster: Cluster, is_ep_only: bool) -> list[Candidate]:
+    """Returns candidates with another tp, cp, pp or ep size, or `is_ep_only`; where none of them fits, with two of tp,
+    cp and pp."""
+    candidates, asked = list[Candidate](), planner.recipe.parallel
+    for both in (False,) if is_ep_only else (False, True):
         for sizes in planner.parallel_sizes(cluster, both):
-            candidates += planner.candidates(cluster, sizes=sizes)
+            if sizes[3] != asked.ep_size or not is_ep_only:
+                candidates += planner.candidates(cluster, sizes=sizes)
         if _fastest(candidates):
             break
     return candidates
@@ -95,7 +97,12 @@ def _may_gain(planner: Planner, cluster: Cluster, best: Candidate | None) -> boo
         return True
     waits = best.time.exposed + best.time.bubble
     most = waits / best.time.seconds + AGAIN[best.recipe.activation.checkpointing]
-    return (cluster.nodes > 1 or best.time.bubble > 0 or planner.has_experts) and most > 1 - GAIN
+    return (_waits_for_nodes(cluster, best) or planner.has_experts) and most > 1 - GAIN
+
+
+def _waits_for_nodes(cluster: Cluster, best: Candidate) -> bool:
+    """Returns whether other nodes or pipeline stages are what `best` may wait for."""
+    return cluster.nodes > 1 or best.time.bubble > 0
 
 
 def _reason(best: Candidate, refused: list[tuple[Candidate, str]], cluster: Cluster) -> str:

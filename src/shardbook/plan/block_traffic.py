@@ -92,8 +92,6 @@ def _inside(
     counted = sum(layout.balanced) + BALANCE_NUMBERS
     counts = ("all_reduce", layout.axis_of_all, counted * FP32) if layout.balanced else ()
 
-    alike: list[None] = [None] * bool(layout.expert_units)
-
     def sends(*each: Any) -> Collectives:
         return tuple(send for send in each if send)
 
@@ -116,7 +114,7 @@ def _inside(
             sends(gather, *loss_gathers, slice_sum, counts),
             sends(*loss_gathers * recipe.recomputes_logits, scatter),
         ),
-        experts=tuple(expert_exchanges(layout, config, tokens, rows) for rows in received or alike),
+        experts=expert_exchanges(layout, config, tokens, received),
         beside=beside,
         stream_bytes=of_tokens // tp_size,
     )
@@ -133,21 +131,29 @@ def rows_of_micros(layout: Layout, received: Sequence[int], micros: int) -> list
 
 
 def expert_exchanges(
-    layout: Layout, config: PreTrainedConfig, tokens: int, received: int | None
-) -> tuple[Collectives, Collectives, Collectives]:
-    """Returns what the experts of a block exchange along ep, for `tokens` of this rank of which each goes to as many
-    experts as its router chooses, and `received` rows (None: as many): in forward, in backward, and in the backward of
-    a block that runs again. Forward sends how many rows each expert gets, these rows, and what became of them back."""
-    unit = layout.expert_units[0]
-    axis, row_bytes = layout.counted_axis(unit, EP), config.hidden_size * layout.dtype("params").itemsize
+    layout: Layout, config: PreTrainedConfig, tokens: int, received: Sequence[int]
+) -> tuple[tuple[Collectives, Collectives, Collectives], ...]:
+    """Returns what experts exchange along ep, for `tokens` of this rank of which each goes to as many experts as its
+    router chooses: in forward, in backward, and in the backward of a block that runs again. One for each block's
+    `received` rows; one for all where there are none, and each receives as many as it sends. Forward sends how many
+    rows each expert gets, these rows, and what became of them back."""
+    if not layout.expert_units:
+        return ()
+    axis, row_bytes = (
+        layout.counted_axis(layout.expert_units[0], EP),
+        config.hidden_size * layout.dtype("params").itemsize,
+    )
     sent = tokens * experts_per_token(config)
-    rows = sent if received is None else received
-    counts = layout.experts * COUNT_BYTES
-    forward, backward = (counts, sent * row_bytes, rows * row_bytes), (sent * row_bytes, rows * row_bytes)
-    of_calls = [
-        tuple(("all_to_all", axis, size) for size in sizes) for sizes in (forward, backward, forward + backward)
-    ]
-    return of_calls[0], of_calls[1], of_calls[2]
+
+    def exchanges(*sizes: int) -> Collectives:
+        return tuple(("all_to_all", axis, size) for size in sizes)
+
+    of_blocks = []
+    for rows in received or [sent]:
+        backward = exchanges(sent * row_bytes, rows * row_bytes)
+        forward = exchanges(layout.experts * COUNT_BYTES) + backward
+        of_blocks.append((forward, backward, forward + backward))
+    return tuple(of_blocks)
 
 
 def gradients_of_first(layout: Layout) -> tuple[bool, bool, bool, bool]:
@@ -203,7 +209,7 @@ def describe_experts(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -
     sentence = (
         f"{layout.ep_size} ranks share {layout.experts} experts of a block, {each} on each, and send tokens there"
     )
-    if layout.stage.reshard_after_forward:
+    if layout.stage.reshard_after_forward and layout.expert_units:  # a pipeline stage may have none
         itemsize, reduce = layout.dtype("params").itemsize, layout.dtype("reduce").itemsize
         unit = layout.expert_units[0]
         gathered = (2 * unit.numel * itemsize + unit.padded_numel(1, trained_only=True) * reduce) * layout.ep_size
@@ -211,7 +217,7 @@ def describe_experts(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -
         row_bytes = experts_per_token(config) * config.hidden_size * itemsize
         even = gathered // (exchanges * row_bytes)
         sentence += f"; fewer bytes than gathering all of them while a micro-batch of a rank has under {even:,} tokens"
-    if layout.ep_size > (node := layout.ranks_per_node):
+    if (node := layout.ranks_per_node) % layout.ep_size:
         sentence += f"; slow: a node has {node} ranks, and tokens go between nodes in every block"
     return sentence
 

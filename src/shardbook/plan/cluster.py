@@ -255,7 +255,7 @@ class Planner:
                 continue
             if cluster.nodes % each[2] or cluster.a_node % each[3]:
                 continue
-            if conflicts(self.recipe.model_copy(update={"parallel": parallel})):
+            if conflicts(with_settings(self.recipe, {"parallel": parallel, "activation.checkpointing": "none"})):
                 continue
             try:
                 self.part_of(parallel)

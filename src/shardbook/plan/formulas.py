@@ -85,11 +85,13 @@ def predict_resident(layout: Layout, rank: int, optimizer_name: str = "adamw") -
 def predict_copied(layout: Layout, rank: int, optimizer_name: str) -> int:
     """Returns the most bytes of host memory for the global `rank`'s copy of a save that is written while steps go on.
     Of replicas each writes a part, in whole tensors. (8 bits: 7 parts of a parameter; random states: 5 KB.)"""
-    shapes, on_device = [shape for unit in layout.units for shape in unit.shapes], replace(layout, offload=Offload())
-    kept = predict_resident(on_device, rank, optimizer_name)
-    most = max(map(prod, shapes)) * 4 // layout.shards * (layout.replicas > 1)
-    each = int(kept.grads_bytes + kept.optimizer_bytes) // layout.replicas + most
-    return each + COPY_ALIGN * 8 * len(shapes) + 2**13
+    each = 0
+    for units in filter(None, ([unit for unit in layout.units if not unit.is_experts], layout.expert_units)):
+        kept = predict_resident(replace(layout, offload=Offload(), units=tuple(units)), rank, optimizer_name)
+        shapes, replicas = [shape for unit in units for shape in unit.shapes], layout.replicas_of(units[0])
+        most = max(map(prod, shapes)) * 4 // layout.shards_of(units[0]) * (replicas > 1)
+        each += int(kept.grads_bytes + kept.optimizer_bytes) // replicas + most + COPY_ALIGN * 8 * len(shapes)
+    return each + 2**13
 
 
 def predict_secondary(layout: Layout) -> int:
@@ -155,7 +157,7 @@ def predict_gathered_peak(layout: Layout) -> int:
     for event in (event for each in step_passes(layout, layout.steady_micros) for event in each.events):
         if event.unit and event.what in ("gather", "free"):
             unit, sign = event.unit, 1 if event.what == "gather" else -1
-            is_cast = layout.is_replicated
-            now += sign * (unit.cast_numel(compute) if is_cast else unit.padded_numel(layout.shards_of(unit)))
+            is_replicated = layout.is_replicated
+            now += sign * (unit.cast_numel(compute) if is_replicated else unit.padded_numel(layout.shards_of(unit)))
             most = max(most, now)
     return most * compute

@@ -160,8 +160,9 @@ def predict_generation(layout: Layout, config: PreTrainedConfig, recipe: Recipe)
     rows = ceil_div(asked.count, layout.data_rank(0)[1])
     tokens, layers = rows * length, len(layout.blocks(config.num_hidden_layers))
     units = [unit for unit in layout.units if layout.is_replicated or not unit.forward_only]
-    is_cast = layout.is_replicated
-    numels = [unit.cast_numel(itemsize) if is_cast else unit.padded_numel(layout.shards_of(unit)) for unit in units]
+    numels = [unit.padded_numel(layout.shards_of(unit)) for unit in units]
+    if layout.is_replicated:
+        numels = [unit.cast_numel(itemsize) for unit in units]
     gathered = predict_gathered_peak(layout) if layout.switches.secondary else sum(numels) * itemsize
     size = tokens, rows * length**2
     block = forward_bytes(config, recipe, layout.precision.params, size) + rows * length**2

@@ -12,7 +12,7 @@ from shardbook.plan.cluster import KINDS
 from shardbook.plan.peak import predict_fullest
 from shardbook.recipe import Generate, Recipe, conflicts, find_stage, with_settings
 
-NONE_FITS = "no single change would fit; shardbook plan also tries parallel.tp_size, cp_size and pp_size"
+NONE_FITS = "no single change would fit; shardbook plan also tries parallel.tp_size, cp_size, pp_size and ep_size"
 
 
 def smallest_change(

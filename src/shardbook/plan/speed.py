@@ -184,7 +184,8 @@ def offload_seconds(layout: Layout, cluster: Cluster, micros: int, forward: floa
     not hide, and the time by which transfers are longer than all computing."""
     if not layout.steps_on_host:
         return 0.0
-    moves, numel = dict(count_moves(layout, 0, micros)), sum(unit.numel for unit in layout.units) / layout.shards
+    moves = dict(count_moves(layout, 0, micros))
+    numel = sum(unit.numel / layout.shards_of(unit) for unit in layout.units)
     summed = moves.pop("sum", Counter[str]())  # of gradients, between backward and the step
     moved, paged = sum(moves.values(), Counter[str]()), moves["fetch"]["disk_read"]
     host = cluster.step_seconds(numel, moved["disk_read"] - paged, moved["disk_written"])
@@ -232,8 +233,10 @@ def exposed_seconds(
     """
     note = note or (lambda *_: None)
     groups, parts = layout.groups(0), [unit for unit in layout.units if unit.numel]
-    parameters = sum(unit.parameters for unit in parts if unit.read_in_backward)
-    everything = parameters + sum(unit.parameters for unit in parts if unit.forward_only)
+    # a token meets few of the experts that are a unit of their own
+    weight = {unit: unit.parameters * (layout.chosen_share if unit.is_experts else 1.0) for unit in layout.units}
+    parameters = sum(weight[unit] for unit in parts if unit.read_in_backward)
+    everything = parameters + sum(weight[unit] for unit in parts if unit.forward_only)
     gpu = link = 0.0  # when they are free again
 
     @cache
@@ -252,7 +255,7 @@ def exposed_seconds(
         began = gpu
         if not action.is_forward:  # of root-like units the head is first, and the lookup at the end takes no time
             heads = [unit for unit in layout.chunks[action.chunk].units if unit.is_root_like and unit.read_in_backward]
-            gpu += backward * sum(unit.parameters for unit in heads) / parameters
+            gpu += backward * sum(weight[unit] for unit in heads) / parameters
             note(number, "backward", heads[0] if heads else None, began, gpu)
         for what, unit, sends in events:
             if what == "compute" and unit:
@@ -266,9 +269,9 @@ def exposed_seconds(
                     arrivals[other] = serve(began, took, other)
                 asked, reductions = {}, []
                 if action.is_forward:
-                    gpu += forward * unit.parameters / everything * (unit.read_in_backward or unit.forward_only)
+                    gpu += forward * weight[unit] / everything * (unit.read_in_backward or unit.forward_only)
                 else:
-                    gpu += backward * unit.parameters / parameters * (unit.read_in_backward and not unit.is_root_like)
+                    gpu += backward * weight[unit] / parameters * (unit.read_in_backward and not unit.is_root_like)
                 note(number, "forward" if action.is_forward else "backward", unit, began, gpu)
             elif sends and what == "gather" and unit:
                 asked[unit] = seconds(sends)

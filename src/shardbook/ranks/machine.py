@@ -1,7 +1,7 @@
 """This machine: its GPUs and memory, and the number of ranks that a recipe starts on it."""
 
 import os
-from math import ceil, prod
+from math import ceil, lcm, prod
 from pathlib import Path
 
 from shardbook.parallel.mesh import describe_sizes, resolve_sizes
@@ -78,7 +78,7 @@ def choose_nproc(parallel: Parallel, asked: int | None = None, nodes: int = 1) -
         return asked
     needed = prod(sizes.values())
     if needed < 0:  # a free axis takes all GPUs; without GPUs 2 ranks, or the product of the fixed axes
-        return gpus or -needed * max(1, 2 // -needed)
+        return gpus or lcm(-needed * max(1, 2 // -needed), -needed * parallel.ep_size)
     if needed % nodes:
         raise RecipeError(
             f"mesh {describe_sizes(sizes)} needs {needed} ranks, which {nodes} machines cannot share evenly: "

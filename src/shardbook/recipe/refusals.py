@@ -254,6 +254,12 @@ RULES = (
     Rule(EP, "parallel.forward_prefetch!=-1|0",
          "a block that backward runs again would gather the one after it for nothing",
          "leave parallel.forward_prefetch out", "activation.checkpointing!=none"),
+    Rule(EP, "optim.name=adamw_8bit",
+         f"{APART}its state belongs to one number of parts of a matrix, and experts are in other parts",
+         "set optim.name=adamw_bf16"),
+    Rule(EP, INTERLEAVED,
+         "micro-batches have other numbers of rows, which may load a kernel in mid-step, and two stages can then wait for "
+         "each other", "set parallel.pipeline_schedule=1f1b", given=PP),
     Rule(EP, "preference.precompute_ref_log_probs=False",
          "the reference sends tokens to other experts, and its bytes are not predicted", "leave it out"),
     Rule("train.router_aux_loss_coef!=0.0", "method!=sft", "only sft has an auxiliary loss", "leave it out"),

@@ -36,7 +36,8 @@ def describe_layout(job: Job) -> Table:
     precision = layout.precision
     units = [unit for unit in layout.units if unit.shapes]
     frees = sum(unit.reshard_after_backward for unit in units)
-    copies = "whole on each rank" if not describe_sharing(layout) else "of each its own part on each rank"
+    is_split = describe_sharing(layout) or layout.expert_units
+    copies = "of each its own part on each rank" if is_split else "whole on each rank"
     freed = f"{frees} freed in each micro-batch" if layout.shards > 1 else copies
     table = Table(title="effective layout", show_header=False, title_justify="left")
     table.add_row("stage", f"{layout.stage.name} ({layout.stage.source})")

@@ -15,6 +15,7 @@ from shardbook.translate.rules import (
     ACCUMULATION,
     AXES,
     CP_SIZE,
+    EP_SIZE,
     NO_FILE,
     PP_SIZE,
     STAGE,
@@ -116,7 +117,8 @@ MEGATRON: dict[str, Rule] = {
         decoder_last_pipeline_num_layers"""),
         off(),
     ),
-    **dict.fromkeys(words("expert_model_parallel_size expert_tensor_parallel_size"), choice("", {"1": None})),
+    "expert_model_parallel_size": axis(EP_SIZE),
+    "expert_tensor_parallel_size": choice("", {"1": None}),
 }
 PARALLEL: dict[str, Rule] = {
     "dp_replicate_size": whole("parallel.dp_replicate_size"),

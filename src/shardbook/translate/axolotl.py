@@ -16,6 +16,7 @@ from shardbook.translate.rules import (
     ACCUMULATION,
     BATCH,
     CP_SIZE,
+    EP_SIZE,
     INSTEAD,
     TP_SIZE,
     Entry,
@@ -199,6 +200,7 @@ def rules_of(file: File, method: str) -> dict[str, Rule]:
         "tensor_parallel_size": axis(TP_SIZE),
         "context_parallel_size": axis(CP_SIZE),
         "sequence_parallel_degree": axis(CP_SIZE),
+        "expert_parallel_size": axis(EP_SIZE),
     }
 
 

@@ -20,7 +20,7 @@ Rule = Callable[[Any], Result]
 
 KEYS = tomllib.loads(Path(__file__).with_name("keys.toml").read_text())
 STAGE = "parallel.stage"
-AXES = TP_SIZE, CP_SIZE, PP_SIZE = "parallel.tp_size", "parallel.cp_size", "parallel.pp_size"
+AXES = TP_SIZE, CP_SIZE, PP_SIZE, EP_SIZE = tuple(f"parallel.{axis}_size" for axis in ("tp", "cp", "pp", "ep"))
 BATCH, ACCUMULATION = "train.per_device_train_batch_size", "train.gradient_accumulation_steps"
 ON, OFF = ("true", "on", "yes", "1"), ("false", "off", "no", "none", "null", "0", "")
 WRONG = (TypeError, ValueError, OverflowError)  # of a value that a rule cannot read
@@ -30,6 +30,7 @@ COMMENTS = ("_", "//", "#", "$")  # a name that begins so, with a text, is a com
 REMARKS = {
     TP_SIZE: "neighbouring ranks; between matrices they split tokens too",
     CP_SIZE: "neighbouring ranks; inside attention slices are exchanged for heads (Ulysses)",
+    EP_SIZE: "neighbouring data ranks share experts, and tokens are exchanged; none is dropped",
     PP_SIZE: "blocks are dealt out evenly, micro-batches run in 1f1b",
 }
 

@@ -103,6 +103,8 @@ ALONE = [  # settings that break one row each, in the table's order
     {"parallel.ep_size": 2, "parallel.tp_size": 2},
     {"parallel.ep_size": 2, "train.compile": True, "activation.checkpointing": "full"},
     {"parallel.ep_size": 2, "parallel.forward_prefetch": 1, "activation.checkpointing": "full"},
+    {"parallel.ep_size": 2, "optim.name": "adamw_8bit"},
+    TWO | LOOPED | {"parallel.ep_size": 2, "train.gradient_accumulation_steps": 2},
     {"parallel.ep_size": 2, "preference.precompute_ref_log_probs": False, "lora.r": 4} | DPO,
     DPO | AUX,
     TWO | AUX,
