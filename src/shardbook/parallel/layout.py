@@ -22,6 +22,7 @@ from shardbook.model.marks import NOT_STORED
 from shardbook.model.weights import file_shapes
 from shardbook.parallel.mesh import (
     DataRank,
+    axes_of_experts,
     axis_groups,
     expert_sizes,
     fold_sizes,
@@ -35,8 +36,7 @@ from shardbook.parallel.zeropp import read_switches
 from shardbook.recipe import Offload, Parallel, Precision, Stage, find_stage
 
 ON_DEVICE, WHOLE_MODEL = Offload(), Pipeline()
-# what choose_units reads of [parallel]
-UNIT_KEYS = ("reshard_min_params", "forward_prefetch", "backward_prefetch")
+UNIT_KEYS = ("reshard_min_params", "forward_prefetch", "backward_prefetch")  # what choose_units reads of Parallel
 
 
 Answer = TypeVar("Answer")
@@ -106,7 +106,7 @@ class Layout:
 
     @property
     def ep_size(self) -> int:
-        """The expert-parallel size (experts.py): ranks that share a block's experts, of which units have this rank's."""
+        """The expert-parallel size (experts.py): ranks that share a block's experts; units have this rank's."""
         return self.parallel.ep_size
 
     @cached_property
@@ -138,11 +138,7 @@ class Layout:
 
     @cached_property
     def _axes_of_experts(self) -> dict[str, str]:
-        groups = self.groups(0)
-        names = {
-            axis: (name for name, ranks in groups.items() if ranks == groups[OF_EXPERTS[axis]]) for axis in OF_EXPERTS
-        }
-        return {axis: next(of) for axis, of in names.items()}
+        return axes_of_experts(self.groups(0))
 
     def share_of(self, count: int) -> int:
         """Returns the most that a rank has of `count` rows of a head, or heads of keys, which ranks share."""

@@ -16,6 +16,7 @@ from shardbook.axes import (
     DP_SHARD,
     EP,
     INSIDE,
+    OF_EXPERTS,
     PP,
     PP_BACKWARD,
     PP_ENDS,
@@ -110,6 +111,13 @@ def expert_sizes(sizes: dict[str, int], shards: bool, ep_size: int) -> dict[str,
             f"parallel.ep_size = {ep_size}: does not divide the {sizes[split]} ranks of {split}; it may be {fits}"
         )
     return sizes | {split: sizes[split] // ep_size, EP: ep_size}
+
+
+def axes_of_experts(groups: dict[str, list[int]]) -> dict[str, str]:
+    """Returns, by axis of the mesh on which experts lie, the axis under which its traffic is counted: the first of
+    `groups` that joins the same ranks."""
+    first = {tuple(ranks): axis for axis, ranks in reversed(groups.items())}
+    return {axis: first[tuple(groups[name])] for axis, name in OF_EXPERTS.items()}
 
 
 def describe_sizes(sizes: dict[str, int]) -> str:

@@ -258,8 +258,8 @@ RULES = (
          f"{APART}its state belongs to one number of parts of a matrix, and experts are in other parts",
          "set optim.name=adamw_bf16"),
     Rule(EP, INTERLEAVED,
-         "micro-batches have other numbers of rows, which may load a kernel in mid-step, and two stages can then wait for "
-         "each other", "set parallel.pipeline_schedule=1f1b", given=PP),
+         "each micro-batch has other numbers of rows, so a kernel may be loaded in mid-step, and two stages then wait "
+         "for each other", "set parallel.pipeline_schedule=1f1b", given=PP),
     Rule(EP, "preference.precompute_ref_log_probs=False",
          "the reference sends tokens to other experts, and its bytes are not predicted", "leave it out"),
     Rule("train.router_aux_loss_coef!=0.0", "method!=sft", "only sft has an auxiliary loss", "leave it out"),
