@@ -102,7 +102,7 @@ def test_sharing_matrices_is_advised_where_nothing_else_fits():
     assert told["take"]["mesh"]["cp"] == told["recipe"]["parallel.cp_size"] == best.layout.cp_size
     assert f"x cp {best.layout.cp_size})" in describe_advice(report)[0]
     assert best.tokens == report.stages["zero3"].tokens  # a step of as many rows
-    tensor = report.planner.candidates(report.cluster, sizes=(8, 1, 1))
+    tensor = report.planner.candidates(report.cluster, sizes=(8, 1, 1, 1))
     assert any(found.fits for found in tensor)  # matrices could be shared too
 
 
