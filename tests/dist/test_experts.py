@@ -2,6 +2,7 @@
 choose the experts of one rank; its bytes; planted bugs; and what is refused. Its files: test_experts_files.py."""
 
 import dataclasses
+import json
 
 import pytest
 import reference
@@ -310,17 +311,53 @@ def test_a_planted_bug_turns_it_red(name, recipe, tiny, tmp_path):
     print(f"{name}: {str(red.value).strip().splitlines()[0]}")
 
 
+# -- without ranks
+
+
+def test_a_pipeline_stage_without_experts_has_no_number_of_tokens(recipe, tmp_path):
+    """At four stages the first has the dense block alone. Every rank describes its layout."""
+    from shardbook.plan.block_traffic import describe_experts
+
+    folder = write_family(tmp_path / "model", "qwen3_moe")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"mlp_only_layers": [0]}))
+    words = ["parallel.ep_size=2", "parallel.pp_size=4", "train.gradient_accumulation_steps=4"]
+    first, last = (place(recipe, folder, 8, words, rank) for rank in (0, 7))
+    told = [describe_experts(each.layout, each.config, each.recipe) for each in (first, last)]
+    assert [len(each.layout.expert_units) for each in (first, last)] == [0, 1]
+    assert all(line.startswith("2 ranks share 4 experts of a block, 2 on each") for line in told)
+    assert ["tokens" in line.partition(";")[2] for line in told] == [False, True]
+
+
+def test_biases_of_experts_are_no_matrices(recipe, tmp_path):
+    """Muon would make the biases of gpt-oss' experts, [experts, features], orthogonal, and each rank its own part."""
+    placed = place(recipe, write_family(tmp_path / "model", "gpt_oss"), 4, ["parallel.ep_size=2"])
+    assert not any(flag for unit in placed.layout.expert_units for flag in unit.is_block_matrix)
+
+
+def test_a_save_copies_experts_whole_where_no_other_rank_has_them(recipe, tmp_path):
+    """Under ddp on four ranks with ep 4 each rank writes all of its experts, and a quarter of all else, to a tensor."""
+    from shardbook.plan.formulas import predict_copied
+
+    folder = write_family(tmp_path / "model", "mixtral")
+    layouts = [place(recipe, folder, 4, ["parallel.stage=ddp", f"parallel.ep_size={ep}"]).layout for ep in (1, 4)]
+    alone, shared = (predict_copied(layout, 0, "adamw") for layout in layouts)
+    experts = sum(unit.numel for unit in layouts[1].expert_units) * 3 * 4  # gradient and moments, fp32
+    dense = sum(unit.numel for unit in layouts[1].units if not unit.is_experts) * 3 * 4
+    assert experts + dense // 4 <= shared <= alone
+
+
 # -- what is refused
 
 
-def place(recipe, folder, size, words):
-    """What each rank of a run does before there is a process group."""
+def place(recipe, folder, size, words, rank=0):
+    """What a rank of a run does before there is a process group."""
     from shardbook.model.families import load_config
     from shardbook.parallel.placement import World, place_model
     from shardbook.recipe import resolve_precision
 
     asked = resolve_precision(load_recipe(recipe, [f"model.path={folder}", "data.packing=false", *words]), "cpu")
-    return place_model(asked, World(size, size, 0, torch.device("cpu")), load_config(asked.model, folder, 64), None)
+    return place_model(asked, World(size, size, rank, torch.device("cpu")), load_config(asked.model, folder, 64), None)
 
 
 OTHER = "does more than transformers' experts interface has; set parallel.ep_size=1"

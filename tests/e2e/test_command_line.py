@@ -420,6 +420,8 @@ def test_ranks_of_a_fixed_mesh(recipe):
 
     assert chosen() == (torch.cuda.device_count() or 2)
     assert chosen("parallel.dp_shard_size=1") == 1
+    if not torch.cuda.is_available():
+        assert chosen("parallel.ep_size=4") == 4 and chosen("parallel.ep_size=2", "parallel.pp_size=2") == 4
     with pytest.raises(RecipeError, match="needs 4096 ranks and this machine has room for"):
         chosen("parallel.stage=hsdp", "parallel.dp_replicate_size=64", "parallel.dp_shard_size=64")
 

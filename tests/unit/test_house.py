@@ -328,6 +328,7 @@ KNOWN_IN = {
     r"(^|_)tp(_|$)|^TP(_|$|Group)|tensor_parallel": 20,
     r"(^|_)cp(_|$)|^CP(_|$|Group)|context_parallel": 14,
     r"(^|_)pp(_|$)|^PP(_|$)|pipeline": 20,
+    r"(^|_)ep(_|$)|^EP(_|$|Group)|is_experts?$|^OF_EXPERTS$|expert_(units|sizes)": 20,
     r"offload": 20,
     r"lora|adapter": 25,
     r"distill|teacher": 20,

@@ -195,3 +195,17 @@ def test_a_result_is_kept_without_its_graph_and_a_changed_one_is_not_given_back(
         made.mul_(2)
     with pytest.raises(RuntimeError, match="has been mutated"):
         torch_private.recall_result(kept)
+
+
+def test_torch_before_2_13_keeps_results_by_another_name(monkeypatch):
+    given = []
+
+    def maybe_detach(part, any_ret_has_alias_info):
+        given.append(any_ret_has_alias_info)
+        return part.detach() if isinstance(part, torch.Tensor) else part
+
+    monkeypatch.delattr("torch.utils.checkpoint._detach_helper", raising=False)
+    monkeypatch.setattr("torch.utils.checkpoint._maybe_detach", maybe_detach, raising=False)
+    made = torch.ones(3, requires_grad=True) * 2
+    kept = torch_private.recall_result(torch_private.keep_result(made))
+    assert torch.equal(kept, made) and kept.grad_fn is None and given == [True]

@@ -722,6 +722,14 @@ ACCELERATE = {
         },
         [],
     ),
+    "experts of Megatron-LM": (
+        {
+            "distributed_type": "MEGATRON_LM",
+            "megatron_lm_config": {"megatron_lm_expert_model_parallel_size": 4, "megatron_lm_tp_degree": 1},
+        },
+        {"parallel.stage": "ddp", "parallel.ep_size": 4},
+        [],
+    ),
     "tensor parallel twice, fp16, Megatron": (
         {
             "distributed_type": "MEGATRON_LM",
