@@ -1,6 +1,7 @@
 """Adapters as peft makes them, for the tests of LoRA and QLoRA."""
 
 import json
+import re
 
 import reference
 import torch
@@ -10,9 +11,28 @@ from tiny import write_model
 
 def ours(name: str) -> str:
     """Our name of a parameter of peft's."""
-    name = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+    name = re.sub(r"(\.base_layer)+\.", ".", name.removeprefix("base_model.model."))
     name = name.replace(".modules_to_save.default.", ".").replace(".default.weight", ".weight").replace(".default", "")
     return name.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
+
+
+def with_stacks(tensors: dict, stacks: list[str], experts: int, transposed: bool = False) -> dict:
+    """Tensors by our names from those by peft's, whose wrappers of experts adapt the parameters `stacks`, the first
+    innermost. There B is [out, r * experts], the number of the expert the faster one; ours is [experts * out, r]."""
+    made = {}
+    for name, tensor in tensors.items():
+        before, word, after = name.partition(".experts.")
+        if word and ".lora_" in f".{after}":
+            stack = stacks[len(stacks) - 1 - after.count("base_layer.")]
+            low = "lora_A" in after
+            out, rank = tensor.shape[0], tensor.shape[1] // experts
+            ours_of_b = (
+                torch.stack([tensor[:, e::experts] for e in range(experts)]).reshape(-1, rank) if not low else None
+            )
+            made[ours(f"{before}.experts.{stack}_lora_{'AB'[not low]}")] = tensor if low else ours_of_b
+        else:
+            made[ours(name)] = tensor
+    return made
 
 
 def write_adapters(folder, kinds: dict, plain_model) -> None:
@@ -37,7 +57,9 @@ def words_of(settings: dict, adapter) -> tuple[str, ...]:
     return (*(f"lora.{key}={value}" for key, value in said.items()), f"lora.adapter={adapter}")
 
 
-def train_adapted(base, adapter, recipe, tiny, case: Case) -> reference.Result:
+def train_adapted(
+    base, adapter, recipe, tiny, case: Case, by_our_names=lambda tensors: {ours(n): t for n, t in tensors.items()}
+) -> reference.Result:
     """What transformers + peft make of a case's data in one process, by our names: `base` with the `adapter`."""
     import peft
 
@@ -50,8 +72,8 @@ def train_adapted(base, adapter, recipe, tiny, case: Case) -> reference.Result:
         return sum(part for part, _ in parts) / sum(count for _, count in parts)
 
     result = reference.descend(model, loss_of, len(steps), RATE, DECAY, MAX_NORM if case.clips else 0.0)
-    result.gradients = [{ours(name): g for name, g in found.items()} for found in result.gradients]
-    result.weights = {ours(name): w for name, w in result.weights.items() if "original_module" not in name}
+    result.gradients = [by_our_names(found) for found in result.gradients]
+    result.weights = by_our_names({n: w for n, w in result.weights.items() if "original_module" not in n})
     result.rows = steps[0]
     return result
 

@@ -73,10 +73,13 @@ def small_config(family: str) -> PreTrainedConfig:
     return shrink_config(released_config(family))
 
 
-def write_family(folder: Path, family: str, vocabulary: int = 259) -> Path:
-    """A directory with a tiny model of a family, as transformers saves it, and the byte-level tokenizer."""
+def write_family(folder: Path, family: str, vocabulary: int = 259, **facts) -> Path:
+    """A directory with a tiny model of a family, as transformers saves it, and the byte-level tokenizer; `facts` of its
+    config are set before."""
     torch.manual_seed(0)
     config = small_config(family)
+    for name, value in facts.items():
+        setattr(config, name, value)
     for name, value in config.to_dict().items():
         if name.startswith("vocab_size"):
             setattr(config, name, vocabulary)

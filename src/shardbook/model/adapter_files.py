@@ -5,8 +5,8 @@ Invariant: names and settings are peft's, so peft loads the adapters written her
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from shardbook.boxes import local_box
 from shardbook.local_tensors import local_part
 from shardbook.model.adapters import kept_parameters
 from shardbook.model.causal_lm import CausalLM
-from shardbook.model.weights import HIGH, LOW, MAGNITUDE, SCORE, Shapes, full_tensors
+from shardbook.model.weights import HIGH, HIGH_STACK, LOW, LOW_STACK, MAGNITUDE, SCORE, Shapes, full_tensors
 from shardbook.paths import whole_directory
 from shardbook.recipe import Lora, RecipeError, first_line
 from shardbook.terminal import print_line
@@ -38,6 +38,7 @@ class PeftNames:
     library: str  # its module, where no class of peft's finds it by the task; empty: one does
     base: tuple[str, str]  # the name of the model's base model, in the model and in the files
     blocks: str  # of its list of blocks, inside the base model
+    stacks: Mapping[str, int] = field(default_factory=dict)  # of stacked experts' updates, by name: how many experts
 
     @property
     def is_deeper(self) -> bool:
@@ -45,31 +46,61 @@ class PeftNames:
 
     def in_files(self, name: str) -> str:
         base, base_in_files = self.base
+        if name in self.stacks:
+            name = self._in_wrappers(name)
         return base_in_files + name.removeprefix(base) if name.startswith(f"{base}.") else name
+
+    def _in_wrappers(self, name: str) -> str:
+        """Returns peft's name of a stack's update: it wraps the experts for each stack, the first one inside."""
+        stem, end = name.rpartition(".")[0], LOW_STACK if name.endswith(LOW_STACK) else HIGH_STACK
+        beside = [each for each in self.stacks if each.rpartition(".")[0] == stem and each.endswith(end)]
+        return f"{stem}{'.base_layer' * (len(beside) - 1 - beside.index(name))}.{end[1:]}.weight"
+
+    def to_file(self, name: str, tensor: Tensor) -> Tensor:
+        """Returns the parameter `name` as peft's files hold it: B of stacked experts, here [experts * out, r], is [out,
+        r * experts] there, a column of each expert after another."""
+        if not name.endswith(HIGH_STACK):
+            return tensor
+        return tensor.unflatten(0, (self.stacks[name], -1)).permute(1, 2, 0).flatten(1)
+
+    def from_file(self, name: str, tensor: Tensor) -> Tensor:
+        """Returns what `to_file` was given."""
+        if not name.endswith(HIGH_STACK):
+            return tensor
+        return tensor.unflatten(1, (-1, self.stacks[name])).permute(2, 0, 1).flatten(0, 1)
 
     def targets(self, modules: Iterable[str]) -> list[str] | str:
         """Returns peft's `target_modules` for adapters of these `modules`: their last names or, where other parts have
         modules of these names too, a pattern of whole names."""
         last = sorted({name.rpartition(".")[2] for name in modules})
         inside = re.escape(f"{self.base[1]}.{self.blocks}.")
-        return rf"{inside}\d+\..*\b({'|'.join(last)})" if self.is_deeper else last
+        return rf"{inside}\d+\..*\b({'|'.join(last)})" if self.is_deeper and last else last
+
+    def target_parameters(self) -> list[str]:
+        """Returns peft's `target_parameters`: the names inside a block of the stacks of experts that have updates."""
+        before = f"{self.base[0]}.{self.blocks}."
+        low = (name.removesuffix(LOW_STACK) for name in self.stacks if name.endswith(LOW_STACK))
+        return sorted({name.removeprefix(before).partition(".")[2] for name in low})
 
 
-def find_peft_names(model: CausalLM, folder: Path) -> PeftNames:
-    """Returns the names of `model` in peft's files, where `folder` has its config."""
+def find_peft_names(model: CausalLM, folder: Path, trained: Shapes, r: int) -> PeftNames:
+    """Returns the names of `model` in peft's files, where `folder` has its config. `trained`: the shapes of the trained
+    parameters of the whole model, with updates of rank `r`."""
     base, blocks = model.names.base, model.names.blocks
+    low = {name.removesuffix(LOW_STACK): shape for name, shape in trained.items() if name.endswith(LOW_STACK)}
+    stacks = {name + end: shape[0] // r for name, shape in low.items() for end in (LOW_STACK, HIGH_STACK)}
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     is_seen = config.model_type not in tables.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     known = tables.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | tables.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     auto: Any = AutoModelForImageTextToText if is_seen else AutoModelForCausalLM
-    plain = PeftNames("", "", (base, base), blocks)
+    plain = PeftNames("", "", (base, base), blocks, stacks)
     if config.get_text_config() is config or model.scores or config.model_type not in known:
         return plain
     with torch.device("meta"):
         hf_model = auto.from_config(config)
     base_in_files = next((name for name, module in hf_model.named_modules() if type(module) is type(model.base)), None)
     kind = type(hf_model).__name__, type(hf_model).__module__ * is_seen
-    return plain if base_in_files is None else PeftNames(*kind, (base, base_in_files), blocks)
+    return plain if base_in_files is None else PeftNames(*kind, (base, base_in_files), blocks, stacks)
 
 
 def load_adapter(model: CausalLM, folder: Path, lora: Lora, base: Path, kept_shapes: Shapes | None = None) -> None:
@@ -91,10 +122,11 @@ def load_adapter(model: CausalLM, folder: Path, lora: Lora, base: Path, kept_sha
         if settings.get(key):
             way_out = "merge it into its base with peft (merge_and_unload), and set model.path to that"
             raise RecipeError(f"{setting}: has {key} = {settings[key]!r}, which is not read here; {way_out}")
-    names = find_peft_names(model, base)
     parameters = kept_parameters(model)
     shapes = kept_shapes or {name: parameter.shape for name, parameter in parameters.items()}
-    wanted = {PREFIX + names.in_files(name): list(shape) for name, shape in shapes.items()}
+    names = find_peft_names(model, base, shapes, lora.r)
+    empty = ((name, names.to_file(name, torch.empty(shape, device="meta"))) for name, shape in shapes.items())
+    wanted = {PREFIX + names.in_files(name): list(tensor.shape) for name, tensor in empty}
     problems = [f"missing {name}" for name in wanted.keys() - stored.keys()]
     problems += [f"unexpected {name}" for name in stored.keys() - wanted.keys()]
     both = ((name, list(stored[name].shape), wanted[name]) for name in wanted.keys() & stored.keys())
@@ -103,7 +135,8 @@ def load_adapter(model: CausalLM, folder: Path, lora: Lora, base: Path, kept_sha
         raise RecipeError(f"{setting}: does not fit ({len(problems)} tensors: {'; '.join(sorted(problems)[:3])})")
     with torch.no_grad():
         for name, parameter in parameters.items():
-            local_part(parameter).copy_(stored[PREFIX + names.in_files(name)][local_box(parameter).slices])
+            whole_update = names.from_file(name, stored[PREFIX + names.in_files(name)])
+            local_part(parameter).copy_(whole_update[local_box(parameter).slices])
 
 
 def adapter_config(
@@ -125,6 +158,7 @@ def adapter_config(
         "target_modules": names.targets(
             name.rsplit(".", 2)[0] for name in parameters if name.endswith(f"{LOW}.weight")
         ),
+        "target_parameters": names.target_parameters() or None,
         "modules_to_save": list(dict.fromkeys([*lora.modules_to_save, *["score"] * scores])) or None,
         "use_rslora": lora.use_rslora,
         "use_dora": lora.use_dora,
@@ -141,6 +175,17 @@ def merge(weight: Tensor, low: Tensor, high: Tensor, magnitude: Tensor | None, l
     if magnitude is None:
         return merged
     return merged * (magnitude.float() / torch.linalg.vector_norm(merged, dim=1))[:, None]
+
+
+def merge_stack(weight: Tensor, low: Tensor, high: Tensor, is_transposed: bool, lora: Lora) -> Tensor:
+    """Returns the stack of experts, fp32 and its rows those of `weight`, that computes the same as `weight` and its
+    update together."""
+    experts = len(low) // lora.r
+    merged = weight.float().unflatten(0, (experts, -1)).clone()
+    for expert, (lower, higher) in enumerate(zip(low.chunk(experts), high.chunk(experts), strict=True)):
+        update = higher.float() @ lower.float()
+        merged[expert] += lora.scaling * (update.T if is_transposed else update)
+    return merged.flatten(0, 1)
 
 
 def full_trained(model: nn.Module, kept_shapes: Shapes | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -160,7 +205,7 @@ def save_adapter(
     """Writes a directory that `PeftModel.from_pretrained` loads: `tensors` by the model's names, in fp32, `settings`
     (adapter_config), and what `beside` writes into it. With `write` False it only consumes `tensors` (the other ranks
     of a collective)."""
-    every = ((PREFIX + names.in_files(name), tensor) for name, tensor in tensors)
+    every = ((PREFIX + names.in_files(name), names.to_file(name, tensor)) for name, tensor in tensors)
     peft_tensors = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in every if write}
     if not write:
         return
@@ -173,10 +218,10 @@ def save_adapter(
 
 
 def merged_tensors(
-    base: Mapping[str, Any], trained: Mapping[str, Tensor], names: Iterable[str], lora: Lora
+    base: Mapping[str, Any], trained: Mapping[str, Tensor], names: Iterable[str], transposed: Container[str], lora: Lora
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields `(name, full tensor)` of the base model's `names`, each with its update merged, one at a time. `trained`:
-    the trained parameters by the model's own names, in fp32."""
+    the trained parameters by the model's own names, in fp32; `transposed`: the stacks whose matrices are [in, out]."""
     for name in names:
         stem = name.removesuffix("weight")
         weight = trained.get(name)
@@ -184,4 +229,6 @@ def merged_tensors(
             weight = base[name].read_rows(slice(0, base[name].shape[0]))
         if (low := trained.get(f"{stem}{LOW}.weight")) is not None:
             weight = merge(weight, low, trained[f"{stem}{HIGH}.weight"], trained.get(stem + MAGNITUDE), lora)
+        elif (low := trained.get(name + LOW_STACK)) is not None:
+            weight = merge_stack(weight, low, trained[name + HIGH_STACK], name in transposed, lora)
         yield name, weight

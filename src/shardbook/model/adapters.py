@@ -8,6 +8,7 @@ has both.
 
 import contextlib
 import hashlib
+import json
 import math
 from collections.abc import Iterator
 from itertools import zip_longest
@@ -23,9 +24,10 @@ from shardbook.boxes import local_box
 from shardbook.local_tensors import local_part
 from shardbook.model.blocks import copy_module
 from shardbook.model.causal_lm import CausalLM
+from shardbook.model.expert_products import adapt_stacks, find_expert_stacks, pack_stacks
 from shardbook.model.nf4 import PackedLinear, pack_module, packed_product, unpacked_weight
 from shardbook.model.weight_files import digest_share
-from shardbook.model.weights import MAGNITUDE, is_adapter, local_rows
+from shardbook.model.weights import HIGH_STACK, LOW_STACK, MAGNITUDE, is_adapter, local_rows
 from shardbook.recipe import Lora, Model, RecipeError, nearest
 
 
@@ -100,18 +102,22 @@ class PackedLoraLinear(LoraLinear):
 
 
 def pack_blocks(model: CausalLM, dtype: torch.dtype, nested: bool) -> None:
-    """Packs every frozen matrix of a block in four bits, stored as `dtype`; embedding, norms and head stay."""
+    """Packs every frozen matrix of a block in four bits, stored as `dtype`, those of experts too; embedding, norms and
+    head stay."""
     for name, module in list(_linear_maps(model)):
         if not is_adapter(name):
             pack_module(module, name, dtype, nested)
             module.__class__ = PackedLoraLinear if isinstance(module, LoraLinear) else PackedLinear
+    for experts, name in {each: name.rpartition(".")[0] for name, (each, _) in _stacks(model).items()}.items():
+        pack_stacks(experts, name, dtype, nested)
 
 
-def apply_lora(model: CausalLM, lora: Lora, frozen: torch.dtype) -> None:
+def apply_lora(model: CausalLM, lora: Lora, frozen: torch.dtype, compute: torch.dtype) -> None:
     """Freezes everything, in the dtype `frozen`, but `modules_to_save`, which are trained in the dtype that they had;
-    then adds adapters in that dtype. Raises RecipeError where a name finds no module."""
+    then adds adapters in that dtype. `compute`: the dtype of products. Raises RecipeError where a name finds no module,
+    or the rank does not fit."""
     dtype = model.head.weight.dtype
-    targets, saved = find_targets(model, lora), find_saved(model, lora)
+    targets, stacks, saved = find_targets(model, lora), find_target_stacks(model, lora), find_saved(model, lora)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             is_trained = any(parameter is other for kept in saved for other in kept.parameters())
@@ -122,13 +128,15 @@ def apply_lora(model: CausalLM, lora: Lora, frozen: torch.dtype) -> None:
         target.__class__ = LoraLinear
         assert isinstance(target, LoraLinear)
         target.adapt(lora, dtype)
+    for experts, names in stacks.items():
+        adapt_stacks(experts, names, lora.r, lora.scaling, dtype, compute)
     model.is_adapted = True
 
 
 @contextlib.contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Runs, inside, the base model without its adapters."""
-    adapted = [module for module in model.modules() if isinstance(module, LoraLinear)]
+    adapted: list[Any] = [module for module in model.modules() if hasattr(module, "is_on")]
     for module in adapted:
         module.is_on = False
     try:
@@ -143,7 +151,7 @@ def find_targets(model: CausalLM, lora: Lora) -> list[nn.Linear]:
     linears = list(_linear_maps(model))
     names = list(dict.fromkeys(name.rpartition(".")[2] for name, _ in linears))
     asked = names if lora.target_modules == "all-linear" else lora.target_modules
-    if not names:
+    if not names and not lora.target_parameters:
         kind = model.config.model_type
         raise RecipeError(f"lora.r = {lora.r}: the blocks of family {kind!r} have no linear maps; set lora.r=0")
     for name in asked:
@@ -151,8 +159,41 @@ def find_targets(model: CausalLM, lora: Lora) -> list[nn.Linear]:
             hint = nearest(name, names)
             if name in _outer_modules(model):
                 hint = "; train it whole with lora.modules_to_save"
+            if stacks := [stack for stack in _stack_names(model) if name in stack.split(".")]:
+                hint = f"; experts are stacked: set lora.target_parameters={json.dumps(stacks)}"
             raise RecipeError(f"lora.target_modules: {name!r} is no linear map of a block; there are {names}{hint}")
     return [module for name, module in linears if name.rpartition(".")[2] in asked]
+
+
+def find_target_stacks(model: CausalLM, lora: Lora) -> dict[Any, list[str]]:
+    """Returns the stacks of experts that `target_parameters` names: of each module its parameters' names. Raises
+    RecipeError where a name finds none."""
+    stacks, targets = _stacks(model), dict[Any, list[str]]()
+    for asked in lora.target_parameters:
+        if not any(f".{name}".endswith(f".{asked}") for name in stacks):
+            setting, stacked = f"lora.target_parameters: {asked!r}", _stack_names(model)
+            if not stacked:
+                kind = model.config.model_type
+                raise RecipeError(
+                    f"{setting}: family {kind!r} has no stacked experts that can be adapted; leave it out"
+                )
+            raise RecipeError(f"{setting} is no stack of experts; there are {stacked}{nearest(asked, stacked)}")
+    for name, (experts, key) in stacks.items():
+        if any(f".{name}".endswith(f".{asked}") for asked in lora.target_parameters):
+            targets.setdefault(experts, []).append(key)
+    return targets
+
+
+def _stacks(model: CausalLM) -> dict[str, tuple[Any, str]]:
+    """Returns the stacks of experts inside blocks (find_expert_stacks)."""
+    inside = {module for block in model.blocks for module in block.modules()}
+    return find_expert_stacks({name: module for name, module in model.named_modules() if module in inside})
+
+
+def _stack_names(model: CausalLM) -> list[str]:
+    """Returns the names of stacks of experts inside a block, each once."""
+    before = f"{model.names.base}.{model.names.blocks}."
+    return list(dict.fromkeys(name.removeprefix(before).partition(".")[2] for name in _stacks(model)))
 
 
 def find_saved(model: CausalLM, lora: Lora) -> list[nn.Module]:
@@ -228,15 +269,24 @@ def init_adapters(model: nn.Module, seed: int) -> None:
     A pure function of (seed, name, device type): full tensors are drawn, and each rank keeps its part.
     """
     for name, module in model.named_modules():
-        if not isinstance(module, LoraLinear):
-            continue
-        low, box = local_part(module.lora_A.weight), local_box(module.lora_A.weight)
-        number = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7])
-        generator = torch.Generator(low.device).manual_seed(number)
-        full = torch.empty(module.lora_A.weight.shape, device=low.device)
-        bound = 1 / math.sqrt(module.in_features)
-        low.copy_(full.uniform_(-bound, bound, generator=generator)[box.slices])
-        local_part(module.lora_B.weight).zero_()
-        if module.lora_magnitude_vector is not None:  # sharded along the rows, as the weight is
-            norms = torch.linalg.vector_norm(module.base_rows(torch.float32), dim=1)
-            local_rows(module.lora_magnitude_vector)[0].copy_(norms)
+        if isinstance(module, LoraLinear):
+            _draw_low(module.lora_A.weight, seed, name)
+            local_part(module.lora_B.weight).zero_()
+            if module.lora_magnitude_vector is not None:  # sharded along the rows, as the weight is
+                norms = torch.linalg.vector_norm(module.base_rows(torch.float32), dim=1)
+                local_rows(module.lora_magnitude_vector)[0].copy_(norms)
+    for name, parameter in model.named_parameters():
+        if name.endswith(LOW_STACK):
+            _draw_low(parameter, seed, name.removesuffix(LOW_STACK))
+        elif name.endswith(HIGH_STACK):
+            local_part(parameter).zero_()
+
+
+def _draw_low(parameter: Tensor, seed: int, name: str) -> None:
+    """Fills A [r, in], or those of all experts, [experts * r, in], of the matrix `name`."""
+    low, box = local_part(parameter), local_box(parameter)
+    number = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7])
+    generator = torch.Generator(low.device).manual_seed(number)
+    bound = 1 / math.sqrt(parameter.shape[1])
+    full = torch.empty(parameter.shape, device=low.device)
+    low.copy_(full.uniform_(-bound, bound, generator=generator)[box.slices])

@@ -5,7 +5,7 @@ any matrix, and nothing is padded where there are more ranks than experts. A sta
 parallel/experts.py gives each rank some of them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -30,8 +30,7 @@ def stack_rows(model: nn.Module) -> dict[str, torch.Size]:
         for name, parameter in stacks.items():
             slots_of(module)[name] = nn.Parameter(parameter.detach().flatten(0, 1), parameter.requires_grad)
         shapes = {name: parameter.shape for name, parameter in stacks.items()}
-        family: Any = type(module)
-        module.__class__ = _viewed(family, tuple(shapes.items()))
+        view_stacks(module, shapes)
         module.register_load_state_dict_pre_hook(_flatten)
         family_shapes |= {f"{stem}.{name}": shape for name, shape in shapes.items()}
     return family_shapes
@@ -45,10 +44,19 @@ def _name_stacks(module: nn.Module) -> None:
         setattr(module, STACKED, {n: shape for n, shape in stacks.items() if shape[1] > 1})  # a router has one row each
 
 
+def view_stacks(
+    module: nn.Module, shapes: Mapping[str, torch.Size], forward: Callable[..., Tensor] | None = None
+) -> None:
+    """Has the code of `module` see its parameters of these names in these `shapes`, and no others so; with `forward`
+    it runs that in place of its family's."""
+    family: Any = getattr(module, "family", None) or type(module)
+    module.__class__ = _viewed(family, tuple(shapes.items()), forward)
+
+
 @cache
-def _viewed(family: Any, shapes: tuple[tuple[str, torch.Size], ...]) -> Any:
-    """Returns the class `family` with the parameters of these names seen in these shapes. All blocks have one class:
-    torch.compile makes a graph for each."""
+def _viewed(family: Any, shapes: tuple[tuple[str, torch.Size], ...], forward: Callable[..., Tensor] | None) -> Any:
+    """Returns the class `family` with the parameters of these names seen in these shapes, and with `forward`. All
+    blocks have one class: torch.compile makes a graph for each."""
 
     def seen(name: str, shape: torch.Size) -> property:
         def get(module: nn.Module) -> Tensor:
@@ -59,7 +67,8 @@ def _viewed(family: Any, shapes: tuple[tuple[str, torch.Size], ...]) -> Any:
         return property(get)
 
     words: dict[str, Any] = {name: seen(name, shape) for name, shape in shapes}
-    words |= {STACKED: dict(shapes), "__module__": family.__module__}
+    words |= {STACKED: dict(shapes), "family": family, "__module__": family.__module__}
+    words |= {"forward": forward} if forward else {}
     return type(family.__name__, (family,), words)
 
 

@@ -14,5 +14,5 @@ STANDS_FOR = "stands_for"  # of its packed parameters, by name: how many element
 
 def packed_numel(model: nn.Module) -> dict[nn.Parameter, int]:
     """Returns of each packed parameter in `model` the elements that it stands for."""
-    packed = ((module, getattr(module, STANDS_FOR, {})) for module in model.modules())
-    return {module.get_parameter(name): count for module, counts in packed for name, count in counts.items()}
+    packed = ((dict(each.named_parameters(recurse=False)), getattr(each, STANDS_FOR, {})) for each in model.modules())
+    return {parameters[name]: count for parameters, counts in packed for name, count in counts.items()}

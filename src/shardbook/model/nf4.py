@@ -9,7 +9,7 @@ Packed weights are never trained.
 
 import importlib.util
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cache
 from typing import Any
 
@@ -33,6 +33,7 @@ CODES = (
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 PACKED, ABSMAX = "weight_packed", "weight_absmax"
+PACKED_END, ABSMAX_END = "_packed", "_absmax"  # how the names of what a parameter is packed in end
 AT_ONCE = 2**22  # elements packed or unpacked at once, in fp32 or int32, where no kernel does it in one pass
 SCALE_BYTES = 4  # of an fp32 number
 
@@ -48,24 +49,37 @@ class PackedLinear(nn.Linear):
 
 
 def pack_module(module: nn.Linear, name: str, dtype: torch.dtype, nested: bool) -> None:
-    """Replaces the weight of `module`, which lies on the meta device and is frozen, by packed parameters of `dtype`.
-    Raises RecipeError where its width is no multiple of BLOCK."""
-    out, width = module.weight.shape
-    if width % BLOCK:
-        raise RecipeError(
-            f"model.load_in_4bit = true: {name} takes {width} numbers; must be a multiple of {BLOCK}, the block of NF4"
-        )
-    slots = slots_of(module)
-    others = {key: value for key, value in slots.items() if key != "weight"}
-    slots.clear()  # the weight stays first: random weights are numbered in this order
-    for key, size in ((PACKED, width // 2), (ABSMAX, absmax_bytes(width, nested))):
-        empty = torch.empty(out, size // dtype.itemsize, dtype=dtype, device="meta")
-        module.register_parameter(key, nn.Parameter(empty, requires_grad=False))
-    for key, value in others.items():
-        module.register_parameter(key, value)
+    """Replaces the weight of `module`, whose name is `name`, as `pack_parameters` does."""
+    pack_parameters(module, ("weight",), name, dtype, nested)
     module.nested = nested  # type: ignore[assignment]
-    setattr(module, BYTES, (PACKED, ABSMAX))
-    setattr(module, STANDS_FOR, {PACKED: out * width, ABSMAX: 0})
+
+
+def pack_parameters(module: nn.Module, keys: Collection[str], name: str, dtype: torch.dtype, nested: bool) -> None:
+    """Replaces the matrices `keys` of `module`, which lie on the meta device and are frozen, each by two packed
+    parameters of `dtype`. Raises RecipeError where the width of one is no multiple of BLOCK; `name`: the module's."""
+    slots = slots_of(module)
+    parameters = dict(slots)
+    slots.clear()  # they keep their places: random weights are numbered in this order
+    stands_for: dict[str, int] = {}
+    for key, parameter in parameters.items():
+        if key not in keys:
+            slots[key] = parameter
+            continue
+        assert parameter is not None, f"{name}.{key} is no parameter"
+        rows, width = parameter.shape
+        if width % BLOCK:
+            matrix = name if key == "weight" else f"{name}.{key}"
+            raise RecipeError(
+                f"model.load_in_4bit = true: {matrix} takes {width} numbers; must be a multiple of {BLOCK}, the "
+                "block of NF4"
+            )
+        sizes = {key + PACKED_END: width // 2, key + ABSMAX_END: absmax_bytes(width, nested)}
+        for packed, size in sizes.items():
+            empty = torch.empty(rows, size // dtype.itemsize, dtype=dtype, device="meta")
+            slots[packed] = nn.Parameter(empty, requires_grad=False)
+        stands_for |= {key + PACKED_END: rows * width, key + ABSMAX_END: 0}
+    setattr(module, BYTES, tuple(stands_for))
+    setattr(module, STANDS_FOR, stands_for)
 
 
 def absmax_bytes(width: int, nested: bool) -> int:
@@ -206,7 +220,7 @@ def unpacked_weight(module: nn.Linear, dtype: torch.dtype) -> Tensor:
     return unpack_nf4(packed, absmax, module.in_features, module.nested, dtype, again=False)
 
 
-def fill_rows(packed: Tensor, absmax: Tensor, rows: Tensor, nested: bool, numbers: slice | None = None) -> None:
+def fill_rows(packed: Tensor, absmax: Tensor, nested: bool, rows: Tensor, numbers: slice | None = None) -> None:
     """Quantises `rows` into this rank's part of the packed parameters; with `numbers`, only these of each row, beside
     the scales of all its blocks."""
     quantized, scales = quantize_rows(rows.to(packed.device), nested)

@@ -28,7 +28,7 @@ from shardbook.model.export_files import choose_padding, write_generation
 from shardbook.model.file_names import Assembled, FileNames
 from shardbook.model.hub import INDEX
 from shardbook.model.marks import NOT_STORED
-from shardbook.model.nf4 import ABSMAX, PACKED, fill_rows
+from shardbook.model.nf4 import ABSMAX_END, PACKED_END, fill_rows
 from shardbook.model.weight_files import FLOATS, open_tensors
 from shardbook.paths import whole_directory
 from shardbook.recipe import RecipeError
@@ -40,11 +40,12 @@ SCORE = "score.weight"  # a reward model's head, which a causal LM's files do no
 MEANINGLESS = ".rotary_emb.inv_freq"  # saved as a weight by transformers before 4.32
 Shapes = Mapping[str, Sequence[int]]  # of parameters, by name, in order
 ADAPTERS = LOW, HIGH, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
+LOW_STACK, HIGH_STACK = f"_{LOW}", f"_{HIGH}"  # how the names of updates of stacked experts end
 
 
 def is_adapter(name: str) -> bool:
     """Returns whether `name` names an adapter's parameter (adapters.py)."""
-    return any(word in ADAPTERS for word in name.split("."))
+    return any(word in ADAPTERS for word in name.split(".")) or name.endswith((LOW_STACK, HIGH_STACK))
 
 
 def student_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -153,25 +154,26 @@ class ShardSlice:
 def shard_slices(model: nn.Module) -> dict[str, ShardSlice]:
     """Returns the place of each parameter by its name in the files, in the model's order, a tied one once, under its
     embedding's name; adapters are in no file."""
-    slices = {}
-    for name, parameter in student_parameters(model):
-        stem, _, last = name.rpartition(".")
+    slices, parameters = {}, dict(student_parameters(model))
+    for name, parameter in parameters.items():
         local, rows, columns = local_slices(parameter.detach())
-        if last == PACKED:
-            slices[f"{stem}.weight"] = _packed_slice(model.get_submodule(stem), local, rows, columns)
-        elif last != ABSMAX and not is_adapter(name):
+        if name.endswith(PACKED_END):
+            stem = name.removesuffix(PACKED_END)
+            absmax = local_part(parameters[stem + ABSMAX_END].detach())
+            nested = bool(model.get_submodule(name.rpartition(".")[0]).nested)
+            slices[stem] = _packed_slice(parameter, rows, columns, partial(fill_rows, local, absmax, nested), nested)
+        elif not name.endswith(ABSMAX_END) and not is_adapter(name):
             slices[name] = ShardSlice(parameter.shape, rows, local.copy_, columns)
     return slices
 
 
-def _packed_slice(module: Any, packed: Tensor, rows: slice, columns: slice | None) -> ShardSlice:
-    """Returns the place of the weight of a packed `module`, of which this rank has the part `packed`: these `rows`, and
-    of the packed elements of each row these `columns`."""
-    shape, absmax = torch.Size((module.out_features, module.in_features)), local_part(module.weight_absmax.detach())
+def _packed_slice(packed: Tensor, rows: slice, columns: slice | None, fill: Any, nested: bool) -> ShardSlice:
+    """Returns the place of a matrix that is `packed`, of which this rank has these `rows`, and of the packed elements
+    of each row these `columns`."""
     each = 2 * packed.element_size()  # numbers of a packed element
+    shape = torch.Size((packed.shape[0], packed.shape[1] * each))
     numbers = None if columns is None else slice(columns.start * each, columns.stop * each)
-    fill = partial(fill_rows, packed, absmax, nested=module.nested)
-    if module.nested:  # the scale of a row is that of all its numbers
+    if nested:  # the scale of a row is that of all its numbers
         return ShardSlice(shape, rows, partial(fill, numbers=numbers))
     return ShardSlice(shape, rows, fill, numbers)
 
@@ -181,10 +183,9 @@ def file_shapes(full_shapes: Shapes, packed_numel: Mapping[str, int]) -> dict[st
     `full_shapes` without adapters, and of packed ones, which stand for `packed_numel` elements, what they stand for."""
     shapes = {}
     for name, shape in full_shapes.items():
-        stem, _, last = name.rpartition(".")
-        if last == PACKED:
-            shapes[f"{stem}.weight"] = torch.Size((shape[0], packed_numel[name] // shape[0]))
-        elif last != ABSMAX and not is_adapter(name):
+        if name.endswith(PACKED_END):
+            shapes[name.removesuffix(PACKED_END)] = torch.Size((shape[0], packed_numel[name] // shape[0]))
+        elif not name.endswith(ABSMAX_END) and not is_adapter(name):
             shapes[name] = torch.Size(shape)
     return shapes
 

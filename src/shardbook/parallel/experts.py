@@ -22,6 +22,7 @@ from shardbook.axes import EP
 from shardbook.comm.collectives import AllToAll
 from shardbook.comm.torch_private import has_values, in_backward, slots_of
 from shardbook.model.causal_lm import CausalLM
+from shardbook.model.expert_products import Permute, ToRows, compute_experts, has_own_products, sort_by_expert
 from shardbook.model.marks import STACKED
 from shardbook.recipe import RecipeError
 
@@ -93,51 +94,20 @@ class RankExperts:
         return value.to_local().view(-1, *stack[1:]) if stack else value.to_local()
 
 
-class _ToRows(torch.autograd.Function):
-    """Takes tokens [n, D] to rows [n * chosen, D] in the order of their experts: row i is token order[i] // chosen.
-    `inverse` is the inverse of `order`. Backward adds up the rows of a token in the order of its choices: no atomics,
-    so it is deterministic."""
-
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, order: Tensor, inverse: Tensor, chosen: int) -> Tensor:
-        ctx.save_for_backward(inverse)
-        ctx.chosen = chosen
-        return tokens[order // chosen]
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> Any:
-        (inverse,) = ctx.saved_tensors
-        return grad_output[inverse].unflatten(0, (-1, ctx.chosen)).sum(1), None, None, None
-
-
-class _Permute(torch.autograd.Function):
-    """Puts rows into `order`, whose inverse is `inverse`. Backward puts them back, by the inverse: no scatter."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return rows[order]
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> Any:
-        (inverse,) = ctx.saved_tensors
-        return grad_output[inverse], None, None
-
-
 def run_experts(module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """Returns what the experts of all ranks make of `hidden` [n, D], whose tokens chose the experts `ids` [n, chosen]
     with `weights` [n, chosen]. Collective along ep."""
     group: EPGroup = module.ep_group
     chosen, flat = ids.shape[1], ids.flatten()
-    order = flat.argsort(stable=True)  # by expert, which is by rank; a rank's tokens in their order
-    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    order, inverse = sort_by_expert(flat)  # which is by rank
     routing = group.route(flat, module.num_experts)
-    sent = _ToRows.apply(hidden, order, inverse, chosen)
+    sent = ToRows.apply(hidden, order, inverse, chosen)
     rows = AllToAll.apply(sent, routing.input_splits, routing.output_splits, group)
     local, ones = RankExperts(module, module.num_experts // group.size), rows.new_ones(len(rows), 1)
-    output = ALL_EXPERTS_FUNCTIONS[COMPUTE](local, rows, routing.local_ids[:, None], ones)
+    compute = compute_experts if has_own_products(module) else ALL_EXPERTS_FUNCTIONS[COMPUTE]
+    output = compute(local, rows, routing.local_ids[:, None], ones)
     returned = AllToAll.apply(output, routing.output_splits, routing.input_splits, group)
-    weighted = _Permute.apply(returned, inverse, order) * weights.flatten()[:, None]
+    weighted = Permute.apply(returned, inverse, order) * weights.flatten()[:, None]
     return weighted.unflatten(0, (-1, chosen)).sum(1).to(hidden.dtype)
 
 

@@ -22,6 +22,11 @@ class Lora(Section):
         "The adapted matrices: all-linear (every matrix of a block), or last names: [q_proj, v_proj].",
         validation_alias=AliasChoices("target_modules", "lora_target_modules"),
     )
+    target_parameters: list[str] = key(
+        [],
+        "The adapted stacks of experts, by the ends of their names: [experts.gate_up_proj, experts.down_proj].",
+        validation_alias=AliasChoices("target_parameters", "lora_target_parameters"),
+    )
     use_rslora: bool = key(False, "Scale by lora_alpha / sqrt(r).")
     use_dora: bool = key(False, "Also train the magnitude of each row of a matrix (DoRA).")
     modules_to_save: list[str] = key([], "Modules to train in full, beside adapters: embed_tokens, lm_head, norm.")
@@ -37,8 +42,14 @@ class Lora(Section):
         if not self.r and (changed := self.model_dump(exclude_defaults=True)):
             name = sorted(changed)[0]
             raise ValueError(f"r = 0 and {name} is set: nothing is adapted; set lora.r=16, or leave {name} out")
-        if self.target_modules == []:
+        if self.target_modules == [] and not self.target_parameters:
             raise ValueError("target_modules = []: names nothing; set lora.target_modules=all-linear")
+        for name in ("use_dora", "lora_dropout"):
+            if self.target_parameters and (value := getattr(self, name)):
+                raise ValueError(
+                    f"{name} = {str(value).lower()}: updates of stacked experts (target_parameters) have none, as in "
+                    f"peft; leave lora.{name} out, or lora.target_parameters"
+                )
         return self
 
 

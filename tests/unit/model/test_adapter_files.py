@@ -30,7 +30,7 @@ SEEING = {
 def adapted(folder, lora=LORA):
     config = load_config(Model(path=str(folder)), folder, 64)
     model = build_model(config, "fp32")
-    adapters.apply_lora(model, lora, torch.float32)
+    adapters.apply_lora(model, lora, torch.float32, torch.float32)
     materialize(model, torch.device("cpu"))
     weights.load_weights(model, folder)
     adapters.init_adapters(model, 1)
@@ -42,10 +42,11 @@ def adapted(folder, lora=LORA):
     return model.eval()
 
 
-def save(model, folder, out):
-    names = adapter_files.find_peft_names(model, folder)
+def save(model, folder, out, lora=LORA):
     trained = adapters.kept_parameters(model)
-    settings = adapter_files.adapter_config(str(folder), "main", LORA, trained, names)
+    shapes = {name: parameter.shape for name, parameter in trained.items()}
+    names = adapter_files.find_peft_names(model, folder, shapes, lora.r)
+    settings = adapter_files.adapter_config(str(folder), "main", lora, trained, names)
     adapter_files.save_adapter(out, adapter_files.full_trained(model), settings, names, tokenizer().save_pretrained)
 
 

@@ -90,7 +90,7 @@ def packed_linear(nested: bool = False, dtype=torch.float32, rows: int = 96, wid
     nf4.pack_module(module, "a matrix", dtype, nested)
     module.__class__ = nf4.PackedLinear
     module.to_empty(device="cpu")
-    nf4.fill_rows(module.weight_packed.data, module.weight_absmax.data, weights(rows, width), nested)
+    nf4.fill_rows(module.weight_packed.data, module.weight_absmax.data, nested, weights(rows, width))
     return module
 
 

@@ -43,12 +43,12 @@ def test_a_rank_has_whole_blocks_of_the_bytes_of_the_whole(four):
     """And computes with the numbers that these bytes stand for in the whole matrix."""
     full = torch.randn(128, 256, generator=torch.Generator().manual_seed(0))
     whole = placed(WIDE, 1, 0, four).model.blocks[0].mlp.down_proj.to_empty(device="cpu")
-    fill_rows(whole.weight_packed.data, whole.weight_absmax.data, full, whole.nested)
+    fill_rows(whole.weight_packed.data, whole.weight_absmax.data, whole.nested, full)
     want = unpack_nf4(whole.weight_packed, whole.weight_absmax, 256, whole.nested, torch.float32, False)
     for rank in range(2):
         part = placed(WIDE, 2, rank, four).model.blocks[0].mlp.down_proj.to_empty(device="cpu")
         numbers = slice(rank * 128, rank * 128 + 128)
-        given = (full, True, numbers) if whole.nested else (full[:, numbers], False)
+        given = (True, full, numbers) if whole.nested else (False, full[:, numbers])
         fill_rows(part.weight_packed.data, part.weight_absmax.data, *given)
         part.local = dict(part.named_parameters(recurse=False))
         found = ShardedPackedLinear.product(part, torch.eye(128))

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from shardbook.data.encoding import load_tokenizer
 from shardbook.model.adapter_files import adapter_config, find_peft_names, full_trained, merged_tensors, save_adapter
 from shardbook.model.causal_lm import build_model
+from shardbook.model.expert_products import transposed_stacks
 from shardbook.model.export_files import choose_padding, write_generation
 from shardbook.model.families import load_config
 from shardbook.model.file_names import FileNames
@@ -46,7 +47,8 @@ def export_result(
     model: Any = sharded.model
     stops = find_learned_stops(tokenizer, config, folder, recipe.data)
     if recipe.lora.r:
-        names, trained = find_peft_names(model, folder), kept_shapes(sharded.layout, model)
+        trained = kept_shapes(sharded.layout, model)
+        names = find_peft_names(model, folder, trained, recipe.lora.r)
         settings = adapter_config(loadable(recipe.model.path), recipe.model.revision, recipe.lora, trained, names)
         beside_adapter = _beside_adapter(recipe, config, tokenizer, folder, stops)
         save_adapter(out, full_trained(model, trained), settings, names, beside_adapter, write)
@@ -110,7 +112,7 @@ def export_run(run: Path, recipe: Recipe, checkpoint: Path | None, out: Path | N
     stops = find_learned_stops(tokenizer, config, folder, recipe.data)
     tensors, model = read_parameters(source, shapes), build_model(config, "fp32", scores=recipe.method == "reward")
     if recipe.lora.r and not merges:
-        names = find_peft_names(model, folder)
+        names = find_peft_names(model, folder, shapes, recipe.lora.r)
         settings = adapter_config(loadable(recipe.model.path), recipe.model.revision, recipe.lora, shapes, names)
         save_adapter(target, tensors, settings, names, _beside_adapter(recipe, config, tokenizer, folder, stops))
     else:
@@ -122,7 +124,7 @@ def export_run(run: Path, recipe: Recipe, checkpoint: Path | None, out: Path | N
             if merges:
                 base = model.files.by_model_names(opened.enter_context(open_tensors(folder)))
                 shapes, trained = {name: each.shape for name, each in model.named_parameters()}, dict(tensors)
-                tensors = merged_tensors(base, trained, shapes, recipe.lora)
+                tensors = merged_tensors(base, trained, shapes, transposed_stacks(model), recipe.lora)
             save_weights(target, tensors, shapes, config, tokenizer, folder, dtype, True, *beside)
         if has_base:
             _say_rest(model.files, folder)
