@@ -16,7 +16,7 @@ def ours(name: str) -> str:
     return name.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
 
 
-def with_stacks(tensors: dict, stacks: list[str], experts: int, transposed: bool = False) -> dict:
+def with_stacks(tensors: dict, stacks: list[str], experts: int) -> dict:
     """Tensors by our names from those by peft's, whose wrappers of experts adapt the parameters `stacks`, the first
     innermost. There B is [out, r * experts], the number of the expert the faster one; ours is [experts * out, r]."""
     made = {}
@@ -24,12 +24,10 @@ def with_stacks(tensors: dict, stacks: list[str], experts: int, transposed: bool
         before, word, after = name.partition(".experts.")
         if word and ".lora_" in f".{after}":
             stack = stacks[len(stacks) - 1 - after.count("base_layer.")]
-            low = "lora_A" in after
-            out, rank = tensor.shape[0], tensor.shape[1] // experts
-            ours_of_b = (
-                torch.stack([tensor[:, e::experts] for e in range(experts)]).reshape(-1, rank) if not low else None
-            )
-            made[ours(f"{before}.experts.{stack}_lora_{'AB'[not low]}")] = tensor if low else ours_of_b
+            letter = "A" if "lora_A" in after else "B"
+            if letter == "B":
+                tensor = torch.cat([tensor[:, expert::experts] for expert in range(experts)])
+            made[ours(f"{before}.experts.{stack}_lora_{letter}")] = tensor
         else:
             made[ours(name)] = tensor
     return made

@@ -112,10 +112,9 @@ def pack_blocks(model: CausalLM, dtype: torch.dtype, nested: bool) -> None:
         pack_stacks(experts, name, dtype, nested)
 
 
-def apply_lora(model: CausalLM, lora: Lora, frozen: torch.dtype, compute: torch.dtype) -> None:
+def apply_lora(model: CausalLM, lora: Lora, frozen: torch.dtype) -> None:
     """Freezes everything, in the dtype `frozen`, but `modules_to_save`, which are trained in the dtype that they had;
-    then adds adapters in that dtype. `compute`: the dtype of products. Raises RecipeError where a name finds no module,
-    or the rank does not fit."""
+    then adds adapters in that dtype. Raises RecipeError where a name finds no module, or the rank does not fit."""
     dtype = model.head.weight.dtype
     targets, stacks, saved = find_targets(model, lora), find_target_stacks(model, lora), find_saved(model, lora)
     for module in model.modules():
@@ -129,7 +128,7 @@ def apply_lora(model: CausalLM, lora: Lora, frozen: torch.dtype, compute: torch.
         assert isinstance(target, LoraLinear)
         target.adapt(lora, dtype)
     for experts, names in stacks.items():
-        adapt_stacks(experts, names, lora.r, lora.scaling, dtype, compute)
+        adapt_stacks(experts, names, lora.r, lora.scaling, dtype)
     model.is_adapted = True
 
 

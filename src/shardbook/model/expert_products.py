@@ -21,7 +21,7 @@ from shardbook.recipe import RecipeError
 
 MATRICES = ("gate_up_proj", "up_proj", "down_proj")  # the interface's names of stacks
 UNPACKED_BYTES = 2**26  # of experts that are unpacked at once, at most, but for a larger one
-PRODUCT_BYTES = 16  # grouped products take rows of a multiple of so many
+RANKS = 8  # grouped products take rows of a multiple of 16 bytes, which in bf16 are so many numbers
 
 
 class ExpertRows(NamedTuple):
@@ -93,15 +93,13 @@ def find_expert_stacks(modules: Mapping[str, nn.Module]) -> dict[str, tuple[Any,
     }
 
 
-def adapt_stacks(
-    experts: Any, names: Collection[str], r: int, scaling: float, dtype: torch.dtype, compute: torch.dtype
-) -> None:
+def adapt_stacks(experts: Any, names: Collection[str], r: int, scaling: float, dtype: torch.dtype) -> None:
     """Adds to a module of experts, on the meta device, trained updates in `dtype` of its stacks `names`. Raises
-    RecipeError where products in the dtype `compute` cannot have the rank `r`."""
-    if r * compute.itemsize % PRODUCT_BYTES:
+    RecipeError where a product cannot have the rank `r`."""
+    if r % RANKS:
         raise RecipeError(
-            f"lora.r = {r}: grouped products take rows of a multiple of {PRODUCT_BYTES} bytes, so with "
-            f"lora.target_parameters it must be a multiple of {PRODUCT_BYTES // compute.itemsize}"
+            f"lora.r = {r}: must be a multiple of {RANKS} with lora.target_parameters, for products of experts take "
+            "rows of whole 16 bytes"
         )
     shapes = dict(getattr(experts, STACKED))
     for name in names:

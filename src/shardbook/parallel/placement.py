@@ -157,7 +157,7 @@ def build_local(
     if recipe.train.freeze_router:
         freeze_routers(model.base, config)
     if recipe.lora.r:
-        apply_lora(model, recipe.lora, DTYPES[recipe.precision.frozen], DTYPES[recipe.precision.params])
+        apply_lora(model, recipe.lora, DTYPES[recipe.precision.frozen])
     if recipe.model.load_in_4bit:
         pack_blocks(model, DTYPES[recipe.precision.params], recipe.model.bnb_4bit_use_double_quant)
     if teacher:

@@ -30,7 +30,7 @@ SEEING = {
 def adapted(folder, lora=LORA):
     config = load_config(Model(path=str(folder)), folder, 64)
     model = build_model(config, "fp32")
-    adapters.apply_lora(model, lora, torch.float32, torch.float32)
+    adapters.apply_lora(model, lora, torch.float32)
     materialize(model, torch.device("cpu"))
     weights.load_weights(model, folder)
     adapters.init_adapters(model, 1)
