@@ -87,6 +87,8 @@ CONFIGS = {
 COUNTS = {
     "smollm2-moe": 692_036_928,
     "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "allenai/OLMoE-1B-7B-0125-Instruct": 6_919_161_856,
+    "zai-org/GLM-4.5-Air": 106_852_245_504,
     "Qwen/Qwen3.5-9B": 8_953_803_264,
     "google/gemma-3-4b-it": 3_880_263_168,
     "google/gemma-3-27b-it": 27_009_346_304,
@@ -117,6 +119,7 @@ def test_there_are_recipes():
     }
     expected |= {"gemma3-4b-lora", "gemma3-27b-fsdp", "gpt-oss-20b-lora", "ministral-8b-fsdp", "qwen3.5-9b-lora"}
     expected |= {"glm4-9b-fsdp", "phi4-lora", "qwen3-30b-a3b-lora", "smollm2-moe"}
+    expected |= {"qwen3-30b-a3b-ep", "glm45-air-ep", "gpt-oss-20b-ep", "olmoe-7b"}
     assert expected <= set(list_recipes())
 
 
@@ -131,7 +134,7 @@ def test_recipe(name, tmp_path):
     recipe = load_recipe(path)
     assert recipe.train.save_total_limit != 1, "a damaged checkpoint would leave nothing to go back to"
     last = name.removesuffix("-dpo").rsplit("-", 1)[-1]
-    stages = dict.fromkeys(("fsdp", "moe", "1gpu", "offload", "nvme", "qlora", "tp", "cp", "128k"), "zero3")
+    stages = dict.fromkeys(("fsdp", "moe", "1gpu", "offload", "nvme", "qlora", "tp", "cp", "128k", "ep", "7b"), "zero3")
     stages |= {"lora": recipe.parallel.stage, "pp": "zero1", "3d": "zero1"}
     if recipe.method != "sft":
         assert f"-{recipe.method}" in name
@@ -161,7 +164,7 @@ WRAPPED = {
     *("llama8b-zero2", "llama8b-128k", "llama8b-qlora-1gpu", "llama8b-offload-1gpu", "llama8b-dpo", "llama8b-lora-dpo"),
     *("llama70b-hsdp", "llama70b-zeropp", "llama70b-nvme", "llama70b-lora", "llama405b-3d"),
     *("qwen3-8b-fsdp", "qwen3-30b-a3b-lora", "gpt-oss-20b-lora", "gemma3-4b-lora", "glm4-9b-fsdp", "phi4-lora"),
-    "ministral-8b-fsdp",
+    *("ministral-8b-fsdp", "olmoe-7b", "glm45-air-ep"),
 }
 
 

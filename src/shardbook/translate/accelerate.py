@@ -30,6 +30,7 @@ from shardbook.translate.rules import (
     ignored,
     number,
     off,
+    only,
     read_section,
     switch,
     whole,
@@ -133,6 +134,8 @@ PARALLEL: dict[str, Rule] = {
         for name in words("backend comm_strategy seq_length seq_length_is_variable attn_implementation")
     },
     "tp_enable_async_tp": ignored,
+    # of no release so far; a number of ranks beside dp_shard_size there, a part of them here
+    "ep_size": only(1, why="accelerate has no such axis; set parallel.ep_size, a part of the ranks that shard"),
 }
 IN_DEEPSPEED: dict[str, Rule] = {
     "gradient_accumulation_steps": whole(ACCUMULATION),

@@ -91,10 +91,24 @@ def per_epoch(what: str) -> Rule:
 
 
 def plugins_of(value: Any) -> Result:
-    """Returns nothing to set for plugins that are kernels."""
-    if other := [name for name in value or [] if not any(kind in name for kind in ("liger", "cut_cross", "kernels"))]:
+    """Returns nothing to set for plugins that are kernels, or whose keys have rules."""
+    known = ("liger", "cut_cross", "kernels", "expert_parallel")
+    if other := [name for name in value or [] if not any(kind in name for kind in known)]:
         raise Refused(f"{', '.join(other)} has no counterpart")
     return {}, ""
+
+
+def shards_of(file: File) -> Rule:
+    """Returns the rule of dp_shard_size, which counts no ranks that share experts there, and counts them here."""
+
+    def rule(value: Any) -> Result:
+        if value is None:
+            return {}, ""
+        experts = max(whole_number(file.keys.get("expert_parallel_size") or 1), 1)
+        remark = "times expert_parallel_size: ranks that share experts shard the rest too" * (experts > 1)
+        return {"parallel.dp_shard_size": whole_number(value) * experts}, remark
+
+    return rule
 
 
 def hub_of(value: Any) -> Result:
@@ -195,12 +209,13 @@ def rules_of(file: File, method: str) -> dict[str, Rule]:
         "wandb_name": noted("the run is named by run.name"),
         "use_tensorboard": switch("run.report_to", "tensorboard"),
         "hub_model_id": hub_of,
-        "dp_shard_size": whole("parallel.dp_shard_size"),
+        "dp_shard_size": shards_of(file),
         "dp_replicate_size": whole("parallel.dp_replicate_size"),
         "tensor_parallel_size": axis(TP_SIZE),
         "context_parallel_size": axis(CP_SIZE),
         "sequence_parallel_degree": axis(CP_SIZE),
         "expert_parallel_size": axis(EP_SIZE),
+        "expert_parallel_token_capacity": off("no token is dropped: leave it out"),
     }
 
 

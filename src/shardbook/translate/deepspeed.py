@@ -8,6 +8,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from shardbook.translate.autoep import RULES as AUTOEP
+from shardbook.translate.autoep import rules_of
 from shardbook.translate.rules import (
     ACCUMULATION,
     BATCH,
@@ -27,6 +29,7 @@ from shardbook.translate.rules import (
     ignored,
     is_on,
     listed_rules,
+    noted,
     off,
     read_section,
     real_number,
@@ -246,6 +249,7 @@ ON_CPU = switch("offload.params", "cpu")
 
 RULES: dict[str, Rule] = {
     **listed_rules("deepspeed"),
+    **AUTOEP,
     **_zero(dict.fromkeys(ZERO_IGNORED, ignored)),
     "tensorboard": off("set run.report_to=tensorboard"),
     "train_micro_batch_size_per_gpu": whole(BATCH),
@@ -296,6 +300,7 @@ RULES: dict[str, Rule] = {
         "", {"0": None, "1": None}, "training takes it from tensor_parallel.autotp_size; write it there"
     ),
     "sequence_parallel_size": axis(CP_SIZE),
+    "use_data_before_expert_parallelism": noted("ranks that share experts are neighbours"),
     "pipeline.stages": stages_of,
     "pipeline.activation_checkpoint_interval": runs_of,
     "pipeline.partition": choice(
@@ -320,7 +325,8 @@ def read(file: File, inside: str = "") -> list[Entry]:
 
     `inside`: the program whose file names this one, and whose values stand in the place of "auto".
     """
-    entries = read_section(file.keys, RULES_INSIDE if inside else RULES, auto={} if inside else AUTO)
+    rules = (RULES_INSIDE if inside else RULES) | rules_of(file)
+    entries = read_section(file.keys, rules, auto={} if inside else AUTO)
     if "gradient_clipping" not in file.keys:
         entries.append(Entry("(gradient_clipping)", None, {"optim.max_grad_norm": 0.0}, "absent is off in DeepSpeed"))
     if "stage" not in file.section("zero_optimization") and not inside:

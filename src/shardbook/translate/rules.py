@@ -136,7 +136,11 @@ def _auto_entry(key: str, rule: Rule, auto: dict[str, Any]) -> Entry:
     return Entry(key, "auto", {}, "Shardbook's default" if auto else "")
 
 
-HAVE_AUTO = {"pipeline.stages"}  # keys whose rule has a word of its own for "auto"
+# keys whose rule has a word of its own for "auto"
+HAVE_AUTO = {
+    "pipeline.stages",
+    *(f"expert_parallel.{name}" for name in ("top_k", "score_func", "score_apply", "routed_scaling_factor")),
+}
 
 
 def absent_entries(

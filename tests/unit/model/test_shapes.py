@@ -22,6 +22,8 @@ PARAMETERS = {  # as the models' cards and papers round them
     "smollm2-moe": 692_036_928,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3.5-9b": 8_953_803_264,
+    "olmoe-1b-7b": 6_919_161_856,
+    "glm-4.5-air": 106_852_245_504,  # without its predictor of a second token, which transformers leaves out
     "gemma-3-4b": 3_880_263_168,  # the text
     "gemma-3-27b": 27_009_346_304,
     "gpt-oss-20b": 20_914_757_184,

@@ -339,6 +339,105 @@ DEEPSPEED = {
         },
         [],
     ),
+    "DeepSpeed's example of AutoEP": (
+        {
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": 1},
+            "expert_parallel": {
+                "enabled": True,
+                "autoep_size": 8,
+                "preset_model": "qwen3_5_moe",
+                "load_balance_coeff": None,
+            },
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 1,
+        },
+        {"parallel.stage": "zero1", "parallel.ep_size": 8, "train.per_device_train_batch_size": 2},
+        [],
+    ),
+    "AutoEP's tutorial, with words for its products and exchanges, and for what a router does anyway": (
+        {
+            "zero_optimization": {"stage": 3},
+            "expert_parallel": {
+                "enabled": True,
+                "autoep_size": 8,
+                "preset_model": "mixtral",
+                "use_grouped_mm": False,
+                "comm_backend": "deepep",
+                "comm_max_tokens_per_rank": 8192,
+                "expert_w1": "gate_up_proj",
+                "expert_w3": None,
+                "has_shared_experts": False,
+                "expert_tensor_parallel_size": 1,
+                "route_norm": None,
+                "route_scale": 1.0,
+                "score_apply": "post",
+                "score_func": "auto",
+                "top_k": "auto",
+                "routed_scaling_factor": "auto",
+            },
+            "use_data_before_expert_parallelism": True,
+            "sequence_parallel_size": 2,
+        },
+        {"parallel.stage": "zero3", "parallel.ep_size": 8, "parallel.cp_size": 2},
+        [],
+    ),
+    "AutoEP with a router of its own": (
+        {
+            "zero_optimization": {"stage": 2},
+            "expert_parallel": {
+                "enabled": True,
+                "autoep_size": 4,
+                "expert_tensor_parallel_size": 2,
+                "load_balance_coeff": 1e-3,
+                "route_norm": False,
+                "route_scale": 2.5,
+                "score_apply": "pre",
+                "top_k": 4,
+                "num_expert_groups": 8,
+                "autoep_sizes": 2,
+            },
+        },
+        {"parallel.stage": "zero2", "parallel.ep_size": 4, "train.router_aux_loss_coef": None},
+        [
+            *(f"expert_parallel.{name}" for name in ("expert_tensor_parallel_size", "load_balance_coeff")),
+            *(f"expert_parallel.{name}" for name in ("route_norm", "route_scale", "score_apply", "top_k")),
+            *(f"expert_parallel.{name}" for name in ("num_expert_groups", "autoep_sizes")),
+        ],
+    ),
+    "AutoEP that is off": (
+        {
+            "zero_optimization": {"stage": 2},
+            "expert_parallel": {"enabled": False, "autoep_size": 4, "top_k": 4, "preset_model": "mixtral"},
+        },
+        {"parallel.stage": "zero2", "parallel.ep_size": None},
+        [],
+    ),
+    "AutoEP that nothing switches on": (
+        {"zero_optimization": {"stage": 2}, "expert_parallel": {"autoep_size": 4, "load_balance_coeff": 1e-3}},
+        {"parallel.stage": "zero2", "parallel.ep_size": None},
+        [],
+    ),
+    "AutoEP that a word in quotes switches on": (
+        {"zero_optimization": {"stage": 2}, "expert_parallel": {"enabled": "yes", "autoep_size": 4}},
+        {"parallel.ep_size": 4},
+        ["expert_parallel.enabled"],
+    ),
+    "AutoEP of one rank": (
+        {"zero_optimization": {"stage": 2}, "expert_parallel": {"enabled": True, "autoep_size": 1}},
+        {"parallel.stage": "zero2", "parallel.ep_size": None},
+        [],
+    ),
+    "AutoEP and AutoTP": (
+        {
+            "zero_optimization": {"stage": 1},
+            "tensor_parallel": {"autotp_size": 2},
+            "expert_parallel": {"enabled": True, "autoep_size": 4},
+        },
+        {"parallel.stage": "zero1", "parallel.tp_size": None, "parallel.ep_size": None},
+        ["tensor_parallel.autotp_size", "expert_parallel.autoep_size"],
+    ),
     "a pipeline": (
         {
             "train_micro_batch_size_per_gpu": 1,
@@ -730,6 +829,20 @@ ACCELERATE = {
         {"parallel.stage": "ddp", "parallel.ep_size": 4},
         [],
     ),
+    "an axis of experts, of which accelerate has none": (
+        {
+            "distributed_type": "FSDP",
+            "fsdp_config": {"fsdp_version": 2},
+            "parallelism_config": {"parallelism_config_dp_shard_size": 2, "parallelism_config_ep_size": 4},
+        },
+        {"parallel.stage": "zero3", "parallel.dp_shard_size": 2, "parallel.ep_size": None},
+        ["parallelism_config.parallelism_config_ep_size"],
+    ),
+    "an axis of experts of one rank": (
+        {"distributed_type": "FSDP", "parallelism_config": {"parallelism_config_ep_size": 1}},
+        {"parallel.stage": "zero3", "parallel.ep_size": None},
+        [],
+    ),
     "tensor parallel twice, fp16, Megatron": (
         {
             "distributed_type": "MEGATRON_LM",
@@ -805,9 +918,10 @@ def test_a_size_that_is_no_number_of_ranks(tmp_path):
     for value in (-1, 2.5, True, "many"):
         given = {"tensor_parallel": {"autotp_size": value}, "sequence_parallel_size": value}
         given["pipeline"] = {"stages": value, "activation_checkpoint_interval": value}
+        given["expert_parallel"] = {"enabled": True, "autoep_size": value}
         _, entries = translate(written(tmp_path, "tp.json", given))
         refused = [entry.key for entry in entries if entry.refused]
-        parts = ["pipeline.stages", "pipeline.activation_checkpoint_interval"]
+        parts = ["pipeline.stages", "pipeline.activation_checkpoint_interval", "expert_parallel.autoep_size"]
         assert refused == ["tensor_parallel.autotp_size", "sequence_parallel_size", *parts], value
     for axis, key in (("tp", "tp_size"), ("cp", "cp_size"), ("sp", "cp_size")):
         three = {"parallelism_config": {f"parallelism_config_{axis}_size": 3}}
@@ -816,6 +930,34 @@ def test_a_size_that_is_no_number_of_ranks(tmp_path):
             size.refused
             and f"data.max_length = 1024 and parallel.{key} = 3: the ranks along tp and cp share" in str(size)
         )
+
+
+AUTOEP = """enabled autoep_size expert_tensor_parallel_size validate_folding_routing async_split_plan preset_model
+moe_layer_pattern expert_pattern router_pattern use_grouped_mm disable_triton_grouped_mm route_norm
+route_scale score_apply combine_impl row_weighting_impl gate_up_impl comm_backend comm_num_sm comm_qp_margin
+comm_max_tokens_per_rank num_expert_groups num_limited_groups score_func top_k load_balance_coeff
+routed_scaling_factor expert_w1 expert_w2 expert_w3 num_experts_attr top_k_attr has_shared_experts
+shared_experts_pattern shared_experts_gate_pattern expert_activation"""
+
+
+def test_each_field_of_autoep_is_known(tmp_path):
+    """Those of AutoEPConfig in DeepSpeed 0.19.8: none is called unknown, and one that is null sets nothing."""
+    nothing = dict.fromkeys(AUTOEP.split()) | {"enabled": True, "autoep_size": 2}
+    settings, entries = translate(written(tmp_path, "ds.json", {"expert_parallel": nothing}))
+    assert settings["parallel.ep_size"] == 2 and not [entry.key for entry in entries if entry.refused]
+    of_model = dict.fromkeys(("top_k", "score_func", "score_apply", "routed_scaling_factor"), "auto")
+    section = {"expert_parallel": {"enabled": True} | of_model}
+    remarks = {entry.key: entry.remark for entry in translate(written(tmp_path, "ds.json", section))[1]}
+    assert not any(remarks[f"expert_parallel.{name}"] for name in of_model)  # the model's own, no default of a recipe
+    odd = dict.fromkeys(nothing, "odd") | {"enabled": True}
+    refused = [entry for entry in translate(written(tmp_path, "ds.json", {"expert_parallel": odd}))[1] if entry.refused]
+    assert refused and not [entry.key for entry in refused if "not a key that is known" in entry.remark]
+
+
+def test_an_axis_that_accelerate_has_not_says_where_experts_go(tmp_path):
+    ranks = {"distributed_type": "FSDP", "parallelism_config": {"ep_size": 4}}
+    (entry,) = [entry for entry in translate(written(tmp_path, "a.yaml", ranks))[1] if entry.refused]
+    assert "accelerate has no such axis; set parallel.ep_size, a part of the ranks that shard" in str(entry)
 
 
 def test_rows_are_split_by_one_key(tmp_path):

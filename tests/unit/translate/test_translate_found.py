@@ -73,6 +73,20 @@ BECOMES = {
     "a system prompt": (
         AXOLOTL | {"datasets": [{"path": "c/d", "type": {"system_prompt": "Hi", "field_instruction": "q"}}]},
         {"data.system": "Hi", "data.columns": {"instruction": "q"}}),
+    "experts beside shards, which axolotl counts apart": (
+        AXOLOTL | {
+            "plugins": ["axolotl.integrations.expert_parallel.ExpertParallelPlugin"], "expert_parallel_size": 2,
+            "dp_shard_size": 2, "expert_parallel_backend": "deep_ep", "experts_implementation": "grouped_mm",
+            "expert_parallel_token_capacity": None, "fsdp_config": {"fsdp_version": 2, "reshard_after_forward": True}},
+        {"parallel.ep_size": 2, "parallel.dp_shard_size": 4, "parallel.stage": "zero3"}),
+    "experts beside shards in replicas": (
+        AXOLOTL | {"expert_parallel_size": 2, "dp_shard_size": 2, "dp_replicate_size": 2,
+                   "fsdp_config": {"fsdp_version": 2}},
+        {"parallel.ep_size": 2, "parallel.dp_shard_size": 4, "parallel.dp_replicate_size": 2,
+         "parallel.stage": "hsdp"}),
+    "experts alone": (
+        AXOLOTL | {"expert_parallel_size": 4},
+        {"parallel.ep_size": 4, "parallel.dp_shard_size": None, "parallel.stage": "ddp"}),
     "a file has no split": (TRL | {"dataset_name": "data/x.jsonl", "eval_strategy": "steps"},
                             {"data.train": "data/x.jsonl", "data.eval": None}),
 }  # fmt: skip
@@ -86,6 +100,9 @@ def test_a_number_is_the_other_programs(name, tmp_path):
 
 
 REFUSED = {
+    "tokens that are dropped": (
+        AXOLOTL | {"expert_parallel_size": 2, "expert_parallel_token_capacity": 1024},
+        ["expert_parallel_token_capacity"]),
     "bf16 masters": ({"train_batch_size": "auto", "bf16": {"enabled": True, "bf16_optimizer_states": True}}, ["bf16"]),
     "no length": (TRL | {"max_length": None}, ["max_length"]),
     "rows in order": (TRL | {"train_sampling_strategy": "sequential"}, ["train_sampling_strategy"]),
