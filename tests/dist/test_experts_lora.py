@@ -150,6 +150,7 @@ def test_what_goes_with_them_has_the_numbers_that_it_has_without(recipe, tmp_pat
     folder = write_base(tmp_path, "mixtral", True)
     pairs = write_pairs(tmp_path / "pairs.jsonl", 24)
     plain, four = (with_adapter(folder, [Case("zero3", 1, 2, 2, True)], *words)[0] for words in ((), (FOUR,)))
+    begun = Case("zero3", 1, 2, 2, True, extra=("lora.r=8", TARGETS))
     recomputed = {"checkpointing": "full"}
     dpo = ("method=dpo", f"data.train={pairs}", "data.max_length=96")
     kinds = [
@@ -159,7 +160,7 @@ def test_what_goes_with_them_has_the_numbers_that_it_has_without(recipe, tmp_pat
         (four, four, ("offload.activations=cpu",), recomputed),
         (plain, with_words(plain, dpo), (*dpo, EP), recomputed),
         (four, with_words(four, dpo), (*dpo, EP), recomputed),
-        (plain, with_words(plain, dpo), (*dpo, "preference.precompute_ref_log_probs=false"), {}),
+        (begun, with_words(begun, dpo), (*dpo, "preference.precompute_ref_log_probs=false"), {}),
         (four, with_words(four, (DOUBLE,)), (DOUBLE, EP), recomputed),
     ]
     both = [(other, with_words(case, words, **more)) for case, other, words, more in kinds]

@@ -118,7 +118,7 @@ def test_there_are_recipes():
         "llama70b-nvme",
     }
     expected |= {"gemma3-4b-lora", "gemma3-27b-fsdp", "gpt-oss-20b-lora", "ministral-8b-fsdp", "qwen3.5-9b-lora"}
-    expected |= {"glm4-9b-fsdp", "phi4-lora", "qwen3-30b-a3b-lora", "smollm2-moe"}
+    expected |= {"glm4-9b-fsdp", "phi4-lora", "qwen3-30b-a3b-lora", "qwen3-30b-a3b-qlora", "smollm2-moe"}
     expected |= {"qwen3-30b-a3b-ep", "glm45-air-ep", "gpt-oss-20b-ep", "olmoe-7b"}
     assert expected <= set(list_recipes())
 

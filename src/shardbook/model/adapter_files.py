@@ -27,6 +27,9 @@ from shardbook.recipe import Lora, RecipeError, first_line
 from shardbook.terminal import print_line
 
 WEIGHTS, CONFIG, PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."  # peft's
+# Modules that peft 0.21 takes for parts of stacked experts, in a model that has some: it would adapt these in their
+# place. A module's weight that is named as a parameter it leaves alone.
+FUSED = ("gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3")
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class PeftNames:
     base: tuple[str, str]  # the name of the model's base model, in the model and in the files
     blocks: str  # of its list of blocks, inside the base model
     stacks: Mapping[str, int] = field(default_factory=dict)  # of stacked experts' updates, by name: how many experts
+    has_stacks: bool = False  # the model has stacked experts, adapted or not
 
     @property
     def is_deeper(self) -> bool:
@@ -69,18 +73,24 @@ class PeftNames:
             return tensor
         return tensor.unflatten(1, (-1, self.stacks[name])).permute(2, 0, 1).flatten(0, 1)
 
-    def targets(self, modules: Iterable[str]) -> list[str] | str:
-        """Returns peft's `target_modules` for adapters of these `modules`: their last names or, where other parts have
-        modules of these names too, a pattern of whole names."""
-        last = sorted({name.rpartition(".")[2] for name in modules})
+    def targets(self, parameters: Iterable[str], is_plain: bool) -> dict[str, Any]:
+        """Returns peft's settings of what is adapted, for adapters whose `parameters` have these names: last names of
+        modules or, where other parts have modules of these names too, a pattern of whole names; and names of stacks.
+        `is_plain`: adapters without DoRA and dropout, which peft can give the weight of a module too."""
+        modules = [name.rsplit(".", 2)[0] for name in parameters if name.endswith(f"{LOW}.weight")]
+        beside = [name for name in modules if self.has_stacks and is_plain and name.rpartition(".")[2] in FUSED]
+        last = sorted({name.rpartition(".")[2] for name in modules if name not in beside})
         inside = re.escape(f"{self.base[1]}.{self.blocks}.")
-        return rf"{inside}\d+\..*\b({'|'.join(last)})" if self.is_deeper and last else last
-
-    def target_parameters(self) -> list[str]:
-        """Returns peft's `target_parameters`: the names inside a block of the stacks of experts that have updates."""
+        stacks = [name.removesuffix(LOW_STACK) for name in self.stacks if name.endswith(LOW_STACK)]
+        whole_names = [*stacks, *(f"{name}.weight" for name in beside)]
+        if self.is_deeper:
+            return {
+                "target_modules": rf"{inside}\d+\..*\b({'|'.join(last)})" if last else [],
+                "target_parameters": [self.in_files(name) for name in whole_names] or None,
+            }
         before = f"{self.base[0]}.{self.blocks}."
-        low = (name.removesuffix(LOW_STACK) for name in self.stacks if name.endswith(LOW_STACK))
-        return sorted({name.removeprefix(before).partition(".")[2] for name in low})
+        ends = sorted({name.removeprefix(before).partition(".")[2] for name in whole_names})
+        return {"target_modules": last, "target_parameters": ends or None}
 
 
 def find_peft_names(model: CausalLM, folder: Path, trained: Shapes, r: int) -> PeftNames:
@@ -93,14 +103,15 @@ def find_peft_names(model: CausalLM, folder: Path, trained: Shapes, r: int) -> P
     is_seen = config.model_type not in tables.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     known = tables.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | tables.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     auto: Any = AutoModelForImageTextToText if is_seen else AutoModelForCausalLM
-    plain = PeftNames("", "", (base, base), blocks, stacks)
+    of_model: Any = blocks, stacks, bool(model.files.stacked)
+    plain = PeftNames("", "", (base, base), *of_model)
     if config.get_text_config() is config or model.scores or config.model_type not in known:
         return plain
     with torch.device("meta"):
         hf_model = auto.from_config(config)
     base_in_files = next((name for name, module in hf_model.named_modules() if type(module) is type(model.base)), None)
     kind = type(hf_model).__name__, type(hf_model).__module__ * is_seen
-    return plain if base_in_files is None else PeftNames(*kind, (base, base_in_files), blocks, stacks)
+    return plain if base_in_files is None else PeftNames(*kind, (base, base_in_files), *of_model)
 
 
 def load_adapter(model: CausalLM, folder: Path, lora: Lora, base: Path, kept_shapes: Shapes | None = None) -> None:
@@ -155,10 +166,7 @@ def adapter_config(
         "r": lora.r,
         "lora_alpha": lora.lora_alpha,
         "lora_dropout": lora.lora_dropout,
-        "target_modules": names.targets(
-            name.rsplit(".", 2)[0] for name in parameters if name.endswith(f"{LOW}.weight")
-        ),
-        "target_parameters": names.target_parameters() or None,
+        **names.targets(parameters, not (lora.use_dora or lora.lora_dropout)),
         "modules_to_save": list(dict.fromkeys([*lora.modules_to_save, *["score"] * scores])) or None,
         "use_rslora": lora.use_rslora,
         "use_dora": lora.use_dora,

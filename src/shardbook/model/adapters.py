@@ -101,15 +101,17 @@ class PackedLoraLinear(LoraLinear):
         return unpacked_weight(self, dtype)
 
 
-def pack_blocks(model: CausalLM, dtype: torch.dtype, nested: bool) -> None:
+def pack_blocks(model: CausalLM, dtype: torch.dtype, nested: bool) -> bool:
     """Packs every frozen matrix of a block in four bits, stored as `dtype`, those of experts too; embedding, norms and
-    head stay."""
+    head stay. Returns whether there are such experts."""
     for name, module in list(_linear_maps(model)):
         if not is_adapter(name):
             pack_module(module, name, dtype, nested)
             module.__class__ = PackedLoraLinear if isinstance(module, LoraLinear) else PackedLinear
-    for experts, name in {each: name.rpartition(".")[0] for name, (each, _) in _stacks(model).items()}.items():
+    stacked = {experts: name.rpartition(".")[0] for name, (experts, _) in _stacks(model).items()}
+    for experts, name in stacked.items():
         pack_stacks(experts, name, dtype, nested)
+    return bool(stacked)
 
 
 def apply_lora(model: CausalLM, lora: Lora, frozen: torch.dtype) -> None:

@@ -159,7 +159,12 @@ def build_local(
     if recipe.lora.r:
         apply_lora(model, recipe.lora, DTYPES[recipe.precision.frozen])
     if recipe.model.load_in_4bit:
-        pack_blocks(model, DTYPES[recipe.precision.params], recipe.model.bnb_4bit_use_double_quant)
+        has_packed_experts = pack_blocks(model, DTYPES[recipe.precision.params], recipe.model.bnb_4bit_use_double_quant)
+        if has_packed_experts and recipe.train.compile and recipe.activation.checkpointing != "none":
+            raise RecipeError(
+                "train.compile = true with experts in four bits: torch's compiler recomputes no block that it compiles "
+                "in parts, and they part it; set train.compile=false or activation.checkpointing=none"
+            )
     if teacher:
         attach_teacher(model, build_model(teacher, recipe.precision.frozen, attention=attention))
     placements, flops = place_whole(model), count_flops(model)

@@ -238,6 +238,20 @@ def targets_of(value: Any) -> Result:
     return {"lora.target_modules": [name.rpartition(".")[2] for name in names]}, ""
 
 
+def stacks_of(has_modules: bool) -> Rule:
+    """`has_modules`: modules are named beside; where none are, peft adapts the stacks alone."""
+
+    def rule(value: Any) -> Result:
+        if not (names := listed(value) if is_on(value) else []):
+            return {}, ""
+        if any(not re.fullmatch(r"[\w.]+", name) for name in names):
+            raise Refused("a pattern has no counterpart: name the stacks, as [experts.gate_up_proj, experts.down_proj]")
+        alone: dict[str, Any] = {} if has_modules else {"lora.target_modules": []}
+        return {"lora.target_parameters": names} | alone, ""
+
+    return rule
+
+
 def saved_modules_of(value: Any) -> Result:
     return ({"lora.modules_to_save": listed(value)}, "") if is_on(value) else ({}, "")
 

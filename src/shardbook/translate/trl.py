@@ -39,7 +39,7 @@ from shardbook.translate.rules import (
     words,
 )
 from shardbook.translate.sources import columns_of, is_of_hub, listed, one_or_list, source_of
-from shardbook.translate.trainer import DEFAULTS, saved_modules_of, targets_of, trainer_rules, when
+from shardbook.translate.trainer import DEFAULTS, saved_modules_of, stacks_of, targets_of, trainer_rules, when
 
 METHODS = {"sft": "sft", "dpo": "dpo", "reward": "reward", "orpo": "orpo", "cpo": "simpo"}
 UNKNOWN = {
@@ -227,6 +227,7 @@ def rules_of(file: File, method: str) -> dict[str, Rule]:
                 "lora_alpha": scalar("lora.lora_alpha"),
                 "lora_dropout": dropout_of(method, file.keys.get("disable_dropout", True)),
                 "lora_target_modules": targets_of,
+                "lora_target_parameters": stacks_of(bool(file.keys.get("lora_target_modules"))),
                 "lora_modules_to_save": saved_modules_of,
                 "use_rslora": switch("lora.use_rslora", True),
                 "use_dora": switch("lora.use_dora", True),

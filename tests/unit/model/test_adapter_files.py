@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from families import write_seeing
+from families import write_family, write_seeing
 from tiny import said_by, tokenizer, write_model
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache
 
@@ -85,6 +85,50 @@ def test_peft_finds_each_adapter_of_a_models_text(family, tmp_path, capsys):
             parameter.data.zero_()
     adapter_files.load_adapter(other, tmp_path / "pefts", LORA, tmp_path / "model")
     assert torch.equal(last_logits(other), wanted)
+
+
+STACKS = ["experts.gate_up_proj", "experts.down_proj"]
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("mixtral", {"target_parameters": STACKS}),
+        ("mixtral", {"target_modules": [], "target_parameters": STACKS[1:]}),
+        ("granitemoe", {"target_parameters": STACKS[:1], "use_rslora": True}),
+        ("gpt_oss", {"target_parameters": STACKS}),  # [in, out]
+        ("nemotron_h", {"target_modules": ["q_proj"], "target_parameters": ["experts.up_proj", "experts.down_proj"]}),
+        # gates and ups beside stacked experts, for whose parts peft 0.21 takes modules of their names
+        ("deepseek_v3", {"target_parameters": STACKS}),
+        ("deepseek_v3", {}),
+        ("glm4_moe", {"target_modules": ["up_proj", "k_proj"], "target_parameters": STACKS}),
+    ],
+)
+def test_peft_finds_the_adapters_of_stacked_experts(family, settings, tmp_path):
+    lora, folder = Lora(r=8, lora_alpha=4, **settings), write_family(tmp_path / "model", family)
+    model = adapted(folder, lora)
+    save(model, folder, tmp_path / "adapter", lora)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*missing adapter keys.*")
+        base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        plain = base(input_ids=IDS, use_cache=False).logits[:, -1]
+        loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+        found, wanted = loaded(input_ids=IDS, use_cache=False).logits[:, -1], last_logits(model)
+    assert (found - wanted).norm() < 1e-6 * wanted.norm() < 1e-4 * (found - plain).norm()
+    loaded.save_pretrained(tmp_path / "pefts")
+    other = adapted(folder, lora)
+    for name, parameter in other.named_parameters():
+        if "lora" in name:
+            parameter.data.zero_()
+    adapter_files.load_adapter(other, tmp_path / "pefts", lora, folder)
+    assert torch.equal(last_logits(other), wanted)
+
+
+def test_a_module_that_peft_takes_for_a_part_of_experts(tmp_path, monkeypatch):
+    """Planted: named as other modules are."""
+    monkeypatch.setattr(adapter_files, "FUSED", ())
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        test_peft_finds_the_adapters_of_stacked_experts("deepseek_v3", {"target_parameters": STACKS}, tmp_path)
 
 
 @pytest.mark.parametrize(

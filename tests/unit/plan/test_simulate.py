@@ -297,6 +297,7 @@ def test_ranks_that_share_matrices_or_rows(alone, stage, checkpointing, micros, 
 
 
 MOE = ("model.path=Qwen/Qwen3-30B-A3B", "train.compile=false", "train.loss_chunk_tokens=256", "data.max_length=16384")
+TARGETS = "lora.target_parameters=[experts.gate_up_proj, experts.down_proj]"
 # Up to 2.5% too high: of a block's own backward the plan takes what its experts' may need, whose gradients are gone.
 LOOSE = 0.03
 
@@ -317,6 +318,9 @@ LOOSE = 0.03
                 ("ddp", "full", 1, 8, ("parallel.ep_size=8",)),
                 ("zero3", "full", 1, 16, ("parallel.ep_size=4", "parallel.cp_size=2")),
                 ("zero3", "full", 1, 8, ("parallel.ep_size=4", "lora.r=16")),
+                ("zero3", "full", 1, 8, ("parallel.ep_size=4", "lora.r=16", TARGETS)),
+                ("zero3", "selective", 2, 8, ("parallel.ep_size=2", "lora.r=16", TARGETS, *FOUR)),
+                ("ddp", "none", 1, 8, ("lora.r=16", TARGETS, *FOUR)),
             ]
         ),
     ],
