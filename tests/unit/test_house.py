@@ -202,7 +202,7 @@ def test_below_the_set_up_no_module_takes_the_whole_recipe():
 
 PRIVATE = "comm/torch_private.py"
 # not torch's: Python's own, its protocol of named tuples, transformers' name of a model's attention
-NOT_TORCH = {"os._exit", "sys._current_frames", "_fields", "_attn_implementation"}
+NOT_TORCH = {"os._exit", "sys._current_frames", "_fields", "_attn_implementation", "_apply_gate"}
 LOOK_UPS = {"getattr", "setattr", "hasattr", "delattr", "attrgetter", "methodcaller", "import_module"}
 
 
@@ -333,7 +333,7 @@ KNOWN_IN = {
     r"lora|adapter": 25,
     r"distill|teacher": 20,
     r"zeropp|quantize_(weights|gradients)|secondary": 12,
-    r"nf4|4bit": 9,
+    r"nf4|4bit": 10,
 }
 
 

@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.integrations.moe import _grouped_linear as grouped_linear  # it knows which devices have the product
 
 from shardbook.comm.torch_private import has_values
 from shardbook.model.experts import view_stacks
@@ -150,6 +150,15 @@ def compute_experts(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
 _compute_packed = torch.compiler.disable(compute_experts)
 
 
+def grouped_linear(rows: Tensor, weight: Tensor, offsets: Tensor, is_transposed: bool = False) -> Tensor:
+    """Returns the products of `rows`, in the order of their experts, with each one's matrix in the stack `weight`
+    [experts, out, in] or, `is_transposed`, [experts, in, out]. `offsets`: where the rows of each expert end."""
+    matrices, rows = weight if is_transposed else weight.transpose(-2, -1), rows.to(weight.dtype)
+    if torch.compiler.is_compiling() and weight.dtype != torch.bfloat16:  # the compiler knows the product in bf16 alone
+        return torch.ops.transformers.grouped_mm_fallback(rows, matrices, offsets)
+    return F.grouped_mm(rows, matrices, offs=offsets)
+
+
 def _ends(offsets: Tensor, rows: int) -> list[int]:
     """Returns `offsets` on the host, which waits for the device; a plan's as if every expert were chosen as often."""
     if has_values(offsets):
@@ -164,7 +173,7 @@ def _product(experts: Any, name: str, rows: Tensor, of_experts: ExpertRows) -> T
         both = (getattr(experts, name + end) for end in (PACKED_END, ABSMAX_END))
         output = _PackedProduct.apply(rows, *both, offsets, ends, experts.nested, experts.is_transposed)
     else:
-        output = grouped_linear(rows, getattr(experts, name), offsets, None, experts.is_transposed)
+        output = grouped_linear(rows, getattr(experts, name), offsets, experts.is_transposed)
     if hasattr(experts, name + LOW_STACK) and experts.is_on:
         low = grouped_linear(rows, getattr(experts, name + LOW_STACK), offsets) * experts.scaling
         output = output + grouped_linear(low, getattr(experts, name + HIGH_STACK), offsets)
@@ -213,7 +222,7 @@ def _multiply(
     for part, begin, end in _expert_parts(ends, UNPACKED_BYTES // (height * width * rows.element_size())):
         both = (each[part].flatten(0, 1) for each in (packed, absmax))
         weight = unpack_nf4(*both, width, nested, rows.dtype, again).unflatten(0, (-1, height))
-        output[begin:end] = grouped_linear(rows[begin:end], weight, offsets[part] - begin, None, is_transposed)
+        output[begin:end] = grouped_linear(rows[begin:end], weight, offsets[part] - begin, is_transposed)
     return output
 
 
