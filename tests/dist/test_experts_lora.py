@@ -16,9 +16,11 @@ from cases import (
     assert_replicas_agree,
     outcomes_of,
     run_cases,
+    same_bits,
 )
 from families import write_family
 from test_experts import place
+from test_qlora import run_under_cudas_rule
 from test_tensor_files import lay_out, saved_tensors
 from tiny import said_by, write_pairs
 from traced import traced
@@ -133,6 +135,21 @@ def test_on_four_bits_they_are_peft_on_the_rounded_base(family, recipe, tiny, tm
         kept = outcomes_of(case, tmp_path)[0].result.weights
         assert not any(name.endswith(("_proj.weight", *STACKS)) for name in kept)
         assert kept["model.layers.0.mlp.experts.down_proj_packed"].shape[0] == EXPERTS * 64
+
+
+def test_bytes_arrive_where_copies_know_only_one_nan(recipe, tmp_path):
+    """Whatever CUDA does to numbers of bf16: every result is the same."""
+    folder = write_base(tmp_path, "mixtral", True)
+    layouts = [Case("zero3", 1, 2, 2, extra=(EP,)), Case("zero3", 1, 2, 2)]
+    cases = with_adapter(folder, layouts, FOUR, "precision.params=bf16")
+    plain, ruled = tmp_path / "as it is", tmp_path / "ruled"
+    plain.mkdir(), ruled.mkdir()
+    assert run_world(2, run_cases, recipe, folder, cases, plain) == [[], []]
+    assert [errors for errors, _ in run_world(2, run_under_cudas_rule, recipe, folder, cases, ruled)] == [[], []]
+    for case in cases:
+        found = outcomes_of(case, ruled)
+        assert same_bits(found[0].result, outcomes_of(case, plain)[0].result)
+        assert_exact_bytes(found)
 
 
 @pytest.mark.slow

@@ -46,13 +46,19 @@ def test_a_step_whose_gradient_is_not_finite_ends_the_run(name, recipe):
     assert sorted(path.name for path in (folder / "checkpoints").glob("step-*")) == ["step-000001", "step-000002"]
 
 
+ADAPTED = ("lora.r=8", "lora.target_parameters=[experts.gate_up_proj, experts.down_proj]")
+
+
+@pytest.mark.parametrize("more", [(), ADAPTED, (*ADAPTED, "model.load_in_4bit=true")], ids=["all", "lora", "qlora"])
 @pytest.mark.parametrize("compiles", ["false", "true"])
-def test_experts_in_bf16_stay_near_the_cpu(compiles, recipe, tmp_path):
+def test_experts_in_bf16_stay_near_the_cpu(compiles, more, recipe, tmp_path):
     """Rows of all experts in one grouped product. A token whose two best experts are nearly alike may go to another one
     in bf16, which moves a loss of some hundred tokens by less than a rounding of bf16 does."""
-    words = (f"model.path={write_family(tmp_path / 'model', 'qwen3_moe')}", "train.steps=3")
-    on_gpu = run_train(1, recipe, f"experts-{compiles}", *words, f"train.compile={compiles}", "precision.params=bf16")
-    on_cpu = run_train(1, recipe, f"experts-cpu-{compiles}", *words, environment={"CUDA_VISIBLE_DEVICES": ""})
+    wide = {"hidden_size": 64, "moe_intermediate_size": 64, "head_dim": 16}
+    words = (f"model.path={write_family(tmp_path / 'model', 'qwen3_moe', **wide)}", "train.steps=3", *more)
+    name, in_bf16 = f"experts{len(more)}-{compiles}", (f"train.compile={compiles}", "precision.params=bf16")
+    on_gpu = run_train(1, recipe, name, *words, *in_bf16)
+    on_cpu = run_train(1, recipe, f"{name}-cpu", *words, environment={"CUDA_VISIBLE_DEVICES": ""})
     assert losses(on_gpu) == pytest.approx(losses(on_cpu), rel=2 * TOLERANCE_BF16)
 
 

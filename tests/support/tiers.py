@@ -85,6 +85,10 @@ MOVES = {
     ),
     "tests/dist/test_offload_axes.py": ("test_every_tier_gives_the_bits_of_none",),
     "tests/dist/test_experts.py": ("test_stages_are_transformers_to_a_millionth",),
+    "tests/dist/test_experts_lora.py": (
+        "test_on_four_bits_they_are_peft_on_the_rounded_base",
+        "test_bytes_arrive_where_copies_know_only_one_nan",
+    ),
     "tests/dist/test_qlora.py": (
         "test_bytes_arrive_where_copies_know_only_one_nan",
         "test_planted_gathered_as_numbers_they_do_not",
