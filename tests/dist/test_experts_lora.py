@@ -345,8 +345,8 @@ def bytes_of_the_expert_before():
 
     real = expert_products._multiply
 
-    def multiply(rows, packed, absmax, *others):
-        return real(rows, packed.roll(1, 0), absmax, *others)
+    def multiply(rows, packed, *others):
+        return real(rows, packed.roll(1, 0), *others)
 
     expert_products._multiply = multiply
 
@@ -402,7 +402,11 @@ def test_a_planted_bug_turns_it_red(name, recipe, tiny, tmp_path):
 
 TARGETS = "lora.target_parameters=[experts.gate_up_proj, experts.down_proj]"
 REFUSED = {
-    ("lora.r=4", TARGETS): "lora.r = 4: must be a multiple of 8 with lora.target_parameters",
+    (
+        "lora.r=12",
+        TARGETS,
+    ): "r = 12: must be a multiple of 8 where target_parameters is set: products of all experts take "
+    "rows of 16 bytes; set lora.r=16",
     ("lora.r=8", TARGETS, "lora.use_dora=true"): "use_dora = true: updates of stacked experts (target_parameters) have",
     (
         "lora.r=8",
@@ -413,6 +417,20 @@ REFUSED = {
     ("lora.r=8", "lora.target_parameters=[experts.w1]"): "'experts.w1' is no stack of experts; there are "
     "['mlp.experts.gate_up_proj', 'mlp.experts.down_proj']",
     ("lora.r=8", "lora.target_parameters=[perts.down_proj]"): "'perts.down_proj' is no stack of experts",
+    (
+        "lora.r=8",
+        FOUR,
+        "train.compile=true",
+        "activation.checkpointing=full",
+    ): "train.compile = true with experts in",
+    (
+        "lora.r=8",
+        FOUR,
+        "parallel.pp_size=2",
+        "parallel.pipeline_schedule=interleaved",
+        "parallel.pipeline_chunks=2",
+        "train.gradient_accumulation_steps=2",
+    ): "pipeline_schedule = interleaved with experts in four bits",
     ("lora.r=8", "lora.target_modules=[experts]"): "experts are stacked: set lora.target_parameters=",
     ("lora.r=8", "lora.target_modules=[gate_up_proj]"): 'set lora.target_parameters=["mlp.experts.gate_up_proj"]',
     ("lora.r=8", TARGETS, "lora.target_modules=[]", EP): "nothing before the first experts is trained",
@@ -421,7 +439,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_cannot_be_is_refused_in_one_line(words, recipe, tmp_path):
-    folder = write_family(tmp_path / "model", "mixtral")
+    folder = write_family(tmp_path / "model", "mixtral", **WIDE)
     assert REFUSED[words] in said_by(place, recipe, folder, 2, words)
 
 

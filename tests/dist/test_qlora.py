@@ -300,4 +300,4 @@ def test_what_cannot_be_is_refused_in_one_line(words, recipe):
 
 
 def test_a_width_of_no_whole_blocks_is_refused_before_anything_is_built(recipe):
-    assert "takes 32 numbers; must be a multiple of 64" in refusal(recipe, "lora.r=4", FOUR)
+    assert "have 32 numbers; must be a multiple of 64" in refusal(recipe, "lora.r=4", FOUR)

@@ -73,37 +73,43 @@ class PeftNames:
             return tensor
         return tensor.unflatten(1, (-1, self.stacks[name])).permute(2, 0, 1).flatten(0, 1)
 
-    def targets(self, parameters: Iterable[str], is_plain: bool) -> dict[str, Any]:
+    def targets(self, parameters: Iterable[str], lora: Lora) -> dict[str, Any]:
         """Returns peft's settings of what is adapted, for adapters whose `parameters` have these names: last names of
-        modules or, where other parts have modules of these names too, a pattern of whole names; and names of stacks.
-        `is_plain`: adapters without DoRA and dropout, which peft can give the weight of a module too."""
+        modules or, where other parts have modules of these names too, a pattern of whole names; names of stacks; and
+        the dropout, which no adapter of a parameter can have, nor needs once it is trained."""
         modules = [name.rsplit(".", 2)[0] for name in parameters if name.endswith(f"{LOW}.weight")]
-        beside = [name for name in modules if self.has_stacks and is_plain and name.rpartition(".")[2] in FUSED]
+        beside = [name for name in modules if self.has_stacks and name.rpartition(".")[2] in FUSED]
+        if beside and lora.use_dora:
+            last = sorted({name.rpartition(".")[2] for name in beside})
+            print_line(f"export   peft 0.21 reads no DoRA of {', '.join(last)} beside stacked experts: export --merge")
+            beside = []
         last = sorted({name.rpartition(".")[2] for name in modules if name not in beside})
         inside = re.escape(f"{self.base[1]}.{self.blocks}.")
         stacks = [name.removesuffix(LOW_STACK) for name in self.stacks if name.endswith(LOW_STACK)]
         whole_names = [*stacks, *(f"{name}.weight" for name in beside)]
+        dropout = {"lora_dropout": 0.0 if beside else lora.lora_dropout}
         if self.is_deeper:
-            return {
+            return dropout | {
                 "target_modules": rf"{inside}\d+\..*\b({'|'.join(last)})" if last else [],
                 "target_parameters": [self.in_files(name) for name in whole_names] or None,
             }
         before = f"{self.base[0]}.{self.blocks}."
         ends = sorted({name.removeprefix(before).partition(".")[2] for name in whole_names})
-        return {"target_modules": last, "target_parameters": ends or None}
+        return dropout | {"target_modules": last, "target_parameters": ends or None}
 
 
-def find_peft_names(model: CausalLM, folder: Path, trained: Shapes, r: int) -> PeftNames:
-    """Returns the names of `model` in peft's files, where `folder` has its config. `trained`: the shapes of the trained
-    parameters of the whole model, with updates of rank `r`."""
+def find_peft_names(model: CausalLM, folder: Path, trained: Iterable[str]) -> PeftNames:
+    """Returns the names of `model` in peft's files, where `folder` has its config. `trained`: the names of the trained
+    parameters of the whole model."""
     base, blocks = model.names.base, model.names.blocks
-    low = {name.removesuffix(LOW_STACK): shape for name, shape in trained.items() if name.endswith(LOW_STACK)}
-    stacks = {name + end: shape[0] // r for name, shape in low.items() for end in (LOW_STACK, HIGH_STACK)}
+    adapted = [name.removesuffix(LOW_STACK) for name in trained if name.endswith(LOW_STACK)]
+    shapes = model.files.stacked
+    stacks = {name + end: shapes[name][0] for name in adapted for end in (LOW_STACK, HIGH_STACK)}
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     is_seen = config.model_type not in tables.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     known = tables.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | tables.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     auto: Any = AutoModelForImageTextToText if is_seen else AutoModelForCausalLM
-    of_model: Any = blocks, stacks, bool(model.files.stacked)
+    of_model: Any = blocks, stacks, bool(shapes)
     plain = PeftNames("", "", (base, base), *of_model)
     if config.get_text_config() is config or model.scores or config.model_type not in known:
         return plain
@@ -135,7 +141,7 @@ def load_adapter(model: CausalLM, folder: Path, lora: Lora, base: Path, kept_sha
             raise RecipeError(f"{setting}: has {key} = {settings[key]!r}, which is not read here; {way_out}")
     parameters = kept_parameters(model)
     shapes = kept_shapes or {name: parameter.shape for name, parameter in parameters.items()}
-    names = find_peft_names(model, base, shapes, lora.r)
+    names = find_peft_names(model, base, shapes)
     empty = ((name, names.to_file(name, torch.empty(shape, device="meta"))) for name, shape in shapes.items())
     wanted = {PREFIX + names.in_files(name): list(tensor.shape) for name, tensor in empty}
     problems = [f"missing {name}" for name in wanted.keys() - stored.keys()]
@@ -165,8 +171,7 @@ def adapter_config(
         "revision": revision,
         "r": lora.r,
         "lora_alpha": lora.lora_alpha,
-        "lora_dropout": lora.lora_dropout,
-        **names.targets(parameters, not (lora.use_dora or lora.lora_dropout)),
+        **names.targets(parameters, lora),
         "modules_to_save": list(dict.fromkeys([*lora.modules_to_save, *["score"] * scores])) or None,
         "use_rslora": lora.use_rslora,
         "use_dora": lora.use_dora,

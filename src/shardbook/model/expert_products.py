@@ -5,11 +5,13 @@ Invariant: the flags of transformers' experts interface say what a family comput
 too, A [experts * r, in] and B [experts * out, r], so whatever holds of a stack's rows holds of its update's.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+import transformers.integrations.moe  # noqa: F401  has the operator grouped_mm_fallback
 from torch import Tensor, nn
 
 from shardbook.comm.torch_private import has_values
@@ -17,11 +19,9 @@ from shardbook.model.experts import view_stacks
 from shardbook.model.marks import STACKED
 from shardbook.model.nf4 import ABSMAX_END, PACKED_END, pack_parameters, unpack_nf4
 from shardbook.model.weights import HIGH_STACK, LOW_STACK
-from shardbook.recipe import RecipeError
 
 MATRICES = ("gate_up_proj", "up_proj", "down_proj")  # the interface's names of stacks
 UNPACKED_BYTES = 2**26  # of experts that are unpacked at once, at most, but for a larger one
-RANKS = 8  # grouped products take rows of a multiple of 16 bytes, which in bf16 are so many numbers
 
 
 class ExpertRows(NamedTuple):
@@ -69,6 +69,11 @@ def sort_by_expert(ids: Tensor) -> tuple[Tensor, Tensor]:
     return order, torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
+def count_rows(ids: Tensor, experts: int) -> Tensor:
+    """Returns how many of `ids` [rows] are each of so many `experts`, int64 [experts]."""
+    return torch.zeros(experts, dtype=torch.int64, device=ids.device).scatter_add_(0, ids, torch.ones_like(ids))
+
+
 def transposed_stacks(model: nn.Module) -> set[str]:
     """Returns the names of the stacks of `model` whose matrices are [in, out]."""
     return {
@@ -78,7 +83,12 @@ def transposed_stacks(model: nn.Module) -> set[str]:
 
 def has_own_products(experts: Any) -> bool:
     """Returns whether `compute_experts` is what a module of experts computes."""
-    return any(name.endswith((LOW_STACK, PACKED_END)) for name in getattr(experts, STACKED, ()))
+    return is_packed(experts) or hasattr(experts, "is_on")
+
+
+def is_packed(experts: Any) -> bool:
+    """Returns whether a module of experts lies in four bits."""
+    return hasattr(experts, "nested")
 
 
 def find_expert_stacks(modules: Mapping[str, nn.Module]) -> dict[str, tuple[Any, str]]:
@@ -94,13 +104,8 @@ def find_expert_stacks(modules: Mapping[str, nn.Module]) -> dict[str, tuple[Any,
 
 
 def adapt_stacks(experts: Any, names: Collection[str], r: int, scaling: float, dtype: torch.dtype) -> None:
-    """Adds to a module of experts, on the meta device, trained updates in `dtype` of its stacks `names`. Raises
-    RecipeError where a product cannot have the rank `r`."""
-    if r % RANKS:
-        raise RecipeError(
-            f"lora.r = {r}: must be a multiple of {RANKS} with lora.target_parameters, for products of experts take "
-            "rows of whole 16 bytes"
-        )
+    """Adds to a module of experts, on the meta device, trained updates in `dtype`, of rank `r`, of its stacks
+    `names`."""
     shapes = dict(getattr(experts, STACKED))
     for name in names:
         count, *outer = shapes[name]
@@ -134,9 +139,8 @@ def compute_experts(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
     chosen, flat = top_k_index.shape[1], top_k_index.flatten()
     order, inverse = sort_by_expert(flat)
     rows, ids = ToRows.apply(hidden_states, order, inverse, chosen), flat[order]
-    counts = torch.zeros(experts.num_experts, dtype=torch.int64, device=ids.device)
-    offsets = counts.scatter_add_(0, ids, torch.ones_like(ids)).cumsum(0).to(torch.int32)
-    of_experts = ExpertRows(ids, offsets, _ends(offsets, len(ids)) if hasattr(experts, "nested") else [])
+    offsets = count_rows(ids, experts.num_experts).cumsum(0).to(torch.int32)
+    of_experts = ExpertRows(ids, offsets, _ends(offsets, len(ids)) if is_packed(experts) else [])
     rows = _product(experts, "gate_up_proj" if experts.has_gate else "up_proj", rows, of_experts)
     rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
     rows = _product(experts, "down_proj", rows, of_experts)
@@ -154,9 +158,18 @@ def grouped_linear(rows: Tensor, weight: Tensor, offsets: Tensor, is_transposed:
     """Returns the products of `rows`, in the order of their experts, with each one's matrix in the stack `weight`
     [experts, out, in] or, `is_transposed`, [experts, in, out]. `offsets`: where the rows of each expert end."""
     matrices, rows = weight if is_transposed else weight.transpose(-2, -1), rows.to(weight.dtype)
-    if torch.compiler.is_compiling() and weight.dtype != torch.bfloat16:  # the compiler knows the product in bf16 alone
-        return torch.ops.transformers.grouped_mm_fallback(rows, matrices, offsets)
-    return F.grouped_mm(rows, matrices, offs=offsets)
+    # the compiler knows the product in bf16 alone
+    has_product = weight.dtype == torch.bfloat16 if torch.compiler.is_compiling() else _has_product(weight.device)
+    if has_product:
+        return F.grouped_mm(rows, matrices, offs=offsets)
+    output: Tensor = torch.ops.transformers.grouped_mm_fallback(rows, matrices, offsets)
+    return output
+
+
+@cache
+def _has_product(device: torch.device) -> bool:
+    """Returns whether torch has grouped products on a device: on a GPU older than Ampere it has none."""
+    return device.type != "cuda" or not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _ends(offsets: Tensor, rows: int) -> list[int]:
@@ -171,7 +184,7 @@ def _product(experts: Any, name: str, rows: Tensor, of_experts: ExpertRows) -> T
     ids, offsets, ends = of_experts
     if hasattr(experts, name + PACKED_END):
         both = (getattr(experts, name + end) for end in (PACKED_END, ABSMAX_END))
-        output = _PackedProduct.apply(rows, *both, offsets, ends, experts.nested, experts.is_transposed)
+        output = _PackedProduct.apply(rows, *both, ends, experts.nested, experts.is_transposed)
     else:
         output = grouped_linear(rows, getattr(experts, name), offsets, experts.is_transposed)
     if hasattr(experts, name + LOW_STACK) and experts.is_on:
@@ -189,47 +202,38 @@ class _PackedProduct(torch.autograd.Function):
         rows: Tensor,
         packed: Tensor,
         absmax: Tensor,
-        offsets: Tensor,
         ends: list[int],
         nested: bool,
         is_transposed: bool,
     ) -> Tensor:
-        ctx.save_for_backward(packed, absmax, offsets)
+        ctx.save_for_backward(packed, absmax)
         ctx.ends, ctx.nested, ctx.is_transposed = ends, nested, is_transposed
-        return _multiply(rows, packed, absmax, offsets, ends, nested, is_transposed, False)
+        return _multiply(rows, packed, absmax, ends, nested, is_transposed, False)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
-        packed, absmax, offsets = ctx.saved_tensors
+        packed, absmax = ctx.saved_tensors
         given = ctx.ends, ctx.nested, not ctx.is_transposed
-        return _multiply(grad_output, packed, absmax, offsets, *given, True), *[None] * 6
+        return _multiply(grad_output, packed, absmax, *given, True), *[None] * 5
 
 
 def _multiply(
-    rows: Tensor,
-    packed: Tensor,
-    absmax: Tensor,
-    offsets: Tensor,
-    ends: list[int],
-    nested: bool,
-    is_transposed: bool,
-    again: bool,
+    rows: Tensor, packed: Tensor, absmax: Tensor, ends: list[int], nested: bool, is_transposed: bool, again: bool
 ) -> Tensor:
-    """Returns the products of `rows` with experts of which `packed` and `absmax` have the bytes; `again`: in
-    backward."""
+    """Returns the products of `rows` with experts of which `packed` and `absmax` have the bytes; `again`: in backward.
+    One product an expert, since the host knows its rows: a grouped one would read them from the device again on GPUs
+    where torch has no kernel of it (read in ATen's GroupedBlas.cpp, torch 2.13: all but Hopper and B200)."""
     height, width = packed.shape[1], packed.shape[2] * packed.element_size() * 2
     output = rows.new_empty(len(rows), width if is_transposed else height)
-    for part, begin, end in _expert_parts(ends, UNPACKED_BYTES // (height * width * rows.element_size())):
-        both = (each[part].flatten(0, 1) for each in (packed, absmax))
+    starts, count = [0, *ends], max(1, UNPACKED_BYTES // (height * width * rows.element_size()))
+    for first in range(0, len(ends), count):
+        last = min(first + count, len(ends))
+        if starts[first] == starts[last]:
+            continue
+        both = (each[first:last].flatten(0, 1) for each in (packed, absmax))
         weight = unpack_nf4(*both, width, nested, rows.dtype, again).unflatten(0, (-1, height))
-        output[begin:end] = grouped_linear(rows[begin:end], weight, offsets[part] - begin, is_transposed)
+        for expert, matrix in zip(range(first, last), weight, strict=True):
+            begin, end = starts[expert], ends[expert]
+            if begin < end:
+                torch.mm(rows[begin:end], matrix if is_transposed else matrix.T, out=output[begin:end])
     return output
-
-
-def _expert_parts(ends: list[int], count: int) -> Iterator[tuple[slice, int, int]]:
-    """Yields slices of `count` experts, one at least, that have rows, with the first of these and where they end."""
-    starts = [0, *ends]
-    for first in range(0, len(ends), max(1, count)):
-        last = min(first + max(1, count), len(ends))
-        if starts[first] < starts[last]:
-            yield slice(first, last), starts[first], starts[last]

@@ -70,8 +70,8 @@ def pack_parameters(module: nn.Module, keys: Collection[str], name: str, dtype: 
         if width % BLOCK:
             matrix = name if key == "weight" else f"{name}.{key}"
             raise RecipeError(
-                f"model.load_in_4bit = true: {matrix} takes {width} numbers; must be a multiple of {BLOCK}, the "
-                "block of NF4"
+                f"model.load_in_4bit = true: rows of {matrix} have {width} numbers; must be a multiple of {BLOCK}, the "
+                "block of NF4; set model.load_in_4bit=false"
             )
         sizes = {key + PACKED_END: width // 2, key + ABSMAX_END: absmax_bytes(width, nested)}
         for packed, size in sizes.items():

@@ -22,7 +22,14 @@ from shardbook.axes import EP
 from shardbook.comm.collectives import AllToAll
 from shardbook.comm.torch_private import has_values, in_backward, slots_of
 from shardbook.model.causal_lm import CausalLM
-from shardbook.model.expert_products import Permute, ToRows, compute_experts, has_own_products, sort_by_expert
+from shardbook.model.expert_products import (
+    Permute,
+    ToRows,
+    compute_experts,
+    count_rows,
+    has_own_products,
+    sort_by_expert,
+)
 from shardbook.model.marks import STACKED
 from shardbook.recipe import RecipeError
 
@@ -63,8 +70,7 @@ class EPGroup:
     def route(self, ids: Tensor, experts: int) -> Routing:
         """Returns where rows go that chose these `ids` [rows], of so many `experts`. Collective along ep; it waits for
         the device once, for the number of rows."""
-        counts = torch.zeros(experts, dtype=torch.int64, device=ids.device)
-        counts = counts.scatter_add_(0, ids, torch.ones_like(ids))
+        counts = count_rows(ids, experts)
         received = torch.empty_like(counts)
         dist.all_to_all_single(received, counts, group=self.process_group)
         of_ranks = torch.stack([counts.view(self.size, -1).sum(1), received.view(self.size, -1).sum(1)])
@@ -134,8 +140,8 @@ def apply_expert_parallel(model: CausalLM, size: int) -> None:
     stacks = [module for block in model.blocks for module in block.modules() if getattr(module, STACKED, None)]
     if not stacks:
         raise RecipeError(f"{setting} has no stacked experts; set parallel.ep_size=1")
-    before = takewhile(lambda name: not name.startswith(f"{names[stacks[0]]}."), dict(model.named_parameters()))
-    if not any(model.get_parameter(name).requires_grad for name in before):
+    before = takewhile(lambda named: not named[0].startswith(f"{names[stacks[0]]}."), model.named_parameters())
+    if not any(parameter.requires_grad for _, parameter in before):
         raise RecipeError(
             f"parallel.ep_size = {size}: nothing before the first experts is trained, so no gradient goes back through "
             "their exchange; put adapters on attention too (lora.target_modules), or set parallel.ep_size=1"

@@ -97,6 +97,22 @@ def place_model(
     return PlacedModel(recipe, world, config, teacher, attention, local.model, layout, local.flops)
 
 
+def check_packed_experts(recipe: Recipe) -> None:
+    """Raises RecipeError where `recipe` asks for what does not go with experts in four bits, of which the host knows
+    the rows of each: those of parallel.ep_size (recipe/refusals.py) that hold without it too."""
+    if recipe.train.compile and recipe.activation.checkpointing != "none":
+        raise RecipeError(
+            "train.compile = true with experts in four bits: torch's compiler recomputes no block that it compiles in "
+            "parts, and they part it; set train.compile=false or activation.checkpointing=none"
+        )
+    if recipe.parallel.pp_size > 1 and recipe.parallel.pipeline_schedule == "interleaved":
+        raise RecipeError(
+            "parallel.pipeline_schedule = interleaved with experts in four bits: each micro-batch has other numbers of "
+            "rows, so a kernel may be loaded in mid-step, and two stages then wait for each other; set "
+            "parallel.pipeline_schedule=1f1b"
+        )
+
+
 def check_recipe(recipe: Recipe, config: PreTrainedConfig) -> None:
     """Raises RecipeError where `recipe` asks for something that the family of its model's `config` cannot do."""
     verdict, family = check_family(config), f"model.path = {recipe.model.path!r}: family {config.model_type!r}"
@@ -158,13 +174,9 @@ def build_local(
         freeze_routers(model.base, config)
     if recipe.lora.r:
         apply_lora(model, recipe.lora, DTYPES[recipe.precision.frozen])
-    if recipe.model.load_in_4bit:
-        has_packed_experts = pack_blocks(model, DTYPES[recipe.precision.params], recipe.model.bnb_4bit_use_double_quant)
-        if has_packed_experts and recipe.train.compile and recipe.activation.checkpointing != "none":
-            raise RecipeError(
-                "train.compile = true with experts in four bits: torch's compiler recomputes no block that it compiles "
-                "in parts, and they part it; set train.compile=false or activation.checkpointing=none"
-            )
+    nested = recipe.model.bnb_4bit_use_double_quant
+    if recipe.model.load_in_4bit and pack_blocks(model, DTYPES[recipe.precision.params], nested):
+        check_packed_experts(recipe)
     if teacher:
         attach_teacher(model, build_model(teacher, recipe.precision.frozen, attention=attention))
     placements, flops = place_whole(model), count_flops(model)

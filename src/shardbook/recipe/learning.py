@@ -8,7 +8,10 @@ from typing import Any, Literal
 
 from pydantic import AliasChoices, model_validator
 
+from shardbook.arithmetic import round_up
 from shardbook.recipe.sections import Model, Section, key
+
+STACKED_RANK = 8  # the rank of updates of stacked experts is a multiple of it: 16 bytes in bf16
 
 
 class Lora(Section):
@@ -44,6 +47,12 @@ class Lora(Section):
             raise ValueError(f"r = 0 and {name} is set: nothing is adapted; set lora.r=16, or leave {name} out")
         if self.target_modules == [] and not self.target_parameters:
             raise ValueError("target_modules = []: names nothing; set lora.target_modules=all-linear")
+        if self.target_parameters and self.r % STACKED_RANK:
+            near = round_up(self.r, STACKED_RANK)
+            raise ValueError(
+                f"r = {self.r}: must be a multiple of {STACKED_RANK} where target_parameters is set: products of all "
+                f"experts take rows of 16 bytes; set lora.r={near}"
+            )
         for name in ("use_dora", "lora_dropout"):
             if self.target_parameters and (value := getattr(self, name)):
                 raise ValueError(

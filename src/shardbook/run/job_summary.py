@@ -65,6 +65,8 @@ def describe_layout(job: Job) -> Table:
     count = sum(unit.parameters for unit in units)
     is_part = trained < sum(unit.numel for unit in units)
     at_rest = precision.frozen + ", matrices of blocks in four bits" * job.recipe.model.load_in_4bit
+    if job.recipe.model.load_in_4bit and any(name in layout.placements for name in job.model.files.stacked):
+        at_rest += " but for experts, which are not behind transformers' interface of them"
     frozen = f"; {trained:,} of them trained, the others at rest in {at_rest}" * (is_part and job.recipe.lora.r > 0)
     of_first = " in the layers of the first rank, as all that follows" * bool(stages)
     table.add_row("parameters", f"{count:,}{of_first}{frozen}")

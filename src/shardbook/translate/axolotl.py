@@ -160,6 +160,7 @@ def rules_of(file: File, method: str) -> dict[str, Rule]:
         "load_in_4bit": switch("model.load_in_4bit", True)
         if file.is_on("adapter")
         else off("four bits need an adapter"),
+        "quantize_moe_experts": ignored if file.is_on("load_in_4bit") else off("four bits are model.load_in_4bit"),
         "rl": ignored,
         "reward_model": ignored,
         "rl_beta": beta,

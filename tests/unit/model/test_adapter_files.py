@@ -44,8 +44,7 @@ def adapted(folder, lora=LORA):
 
 def save(model, folder, out, lora=LORA):
     trained = adapters.kept_parameters(model)
-    shapes = {name: parameter.shape for name, parameter in trained.items()}
-    names = adapter_files.find_peft_names(model, folder, shapes, lora.r)
+    names = adapter_files.find_peft_names(model, folder, trained)
     settings = adapter_files.adapter_config(str(folder), "main", lora, trained, names)
     adapter_files.save_adapter(out, adapter_files.full_trained(model), settings, names, tokenizer().save_pretrained)
 
@@ -101,6 +100,7 @@ STACKS = ["experts.gate_up_proj", "experts.down_proj"]
         # gates and ups beside stacked experts, for whose parts peft 0.21 takes modules of their names
         ("deepseek_v3", {"target_parameters": STACKS}),
         ("deepseek_v3", {}),
+        ("deepseek_v3", {"lora_dropout": 0.05}),
         ("glm4_moe", {"target_modules": ["up_proj", "k_proj"], "target_parameters": STACKS}),
     ],
 )

@@ -192,5 +192,5 @@ def test_compiled_as_on_cuda_it_is_one_kernel_with_the_same_bits(monkeypatch):
 
 
 def test_a_width_of_no_whole_blocks_is_refused():
-    with pytest.raises(RecipeError, match=r"q_proj takes 72 numbers; must be a multiple of 64"):
+    with pytest.raises(RecipeError, match=r"q_proj have 72 numbers; must be a multiple of 64"):
         nf4.pack_module(nn.Linear(72, 8, device="meta"), "q_proj", torch.float32, False)

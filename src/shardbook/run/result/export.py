@@ -48,7 +48,7 @@ def export_result(
     stops = find_learned_stops(tokenizer, config, folder, recipe.data)
     if recipe.lora.r:
         trained = kept_shapes(sharded.layout, model)
-        names = find_peft_names(model, folder, trained, recipe.lora.r)
+        names = find_peft_names(model, folder, trained)
         settings = adapter_config(loadable(recipe.model.path), recipe.model.revision, recipe.lora, trained, names)
         beside_adapter = _beside_adapter(recipe, config, tokenizer, folder, stops)
         save_adapter(out, full_trained(model, trained), settings, names, beside_adapter, write)
@@ -112,7 +112,7 @@ def export_run(run: Path, recipe: Recipe, checkpoint: Path | None, out: Path | N
     stops = find_learned_stops(tokenizer, config, folder, recipe.data)
     tensors, model = read_parameters(source, shapes), build_model(config, "fp32", scores=recipe.method == "reward")
     if recipe.lora.r and not merges:
-        names = find_peft_names(model, folder, shapes, recipe.lora.r)
+        names = find_peft_names(model, folder, shapes)
         settings = adapter_config(loadable(recipe.model.path), recipe.model.revision, recipe.lora, shapes, names)
         save_adapter(target, tensors, settings, names, _beside_adapter(recipe, config, tokenizer, folder, stops))
     else:
