@@ -2,6 +2,7 @@
 and peft in one plain process; bytes; files both ways; planted bugs; what is refused."""
 
 import dataclasses
+import io
 import json
 
 import pytest
@@ -446,3 +447,28 @@ def test_what_cannot_be_is_refused_in_one_line(words, recipe, tmp_path):
 def test_a_dense_model_has_no_stacks(recipe, tiny):
     said = said_by(place, recipe, tiny / "model", 1, ["lora.r=8", TARGETS])
     assert "family 'llama' has no stacked experts that can be adapted; leave it out" in said
+
+
+def test_the_start_says_how_many_numbers_of_the_whole_model_are_trained(recipe, tmp_path):
+    """Not of a rank, which has half of the experts."""
+    from types import SimpleNamespace
+
+    from rich.console import Console
+
+    from shardbook.run.job_summary import describe_layout
+
+    folder = write_base(tmp_path, "mixtral", True)
+    placed = place(recipe, folder / "model", 2, [*words_of(SETTINGS, folder / "adapter"), EP, FOUR])
+    facts = {key: getattr(placed, key) for key in ("layout", "recipe", "config", "model", "attention")}
+    batching, loader = SimpleNamespace(dp_size=2, batch_size=1), SimpleNamespace(accumulation=1, rows_per_step=2)
+    job = SimpleNamespace(**facts, peak=None, batching=batching, loader=loader, steps=1, no_plan_reason="not asked")
+    console = Console(width=200, file=io.StringIO())
+    console.print(describe_layout(job))
+    trained = sum(parameter.numel() for parameter in peft_parameters(folder))
+    assert f"; {trained:,} of them trained, the others at rest in fp32, matrices" in console.file.getvalue()
+
+
+def peft_parameters(folder):
+    settings = peft.LoraConfig(task_type="CAUSAL_LM", **SETTINGS)
+    model = peft.get_peft_model(plain_model(folder / "plain"), settings)
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]

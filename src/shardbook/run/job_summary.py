@@ -61,9 +61,10 @@ def describe_layout(job: Job) -> Table:
     if family.without_gradient:
         table.add_row("frozen", f"what gets no gradient: {', '.join(family.without_gradient)}")
     table.add_row("recomputed", job.recipe.activation.checkpointing + ", compiled" * job.recipe.train.compile)
-    trained = sum(unit.padded_numel(1, trained_only=True) for unit in units)
+    placements = [layout.placements[name] for name, _ in job.model.named_parameters()]
+    trained = sum(placed.numel for placed in placements if placed.trained)
     count = sum(unit.parameters for unit in units)
-    is_part = trained < sum(unit.numel for unit in units)
+    is_part = any(not placed.trained for placed in placements)
     at_rest = precision.frozen + ", matrices of blocks in four bits" * job.recipe.model.load_in_4bit
     if job.recipe.model.load_in_4bit and any(name in layout.placements for name in job.model.files.stacked):
         at_rest += " but for experts, which are not behind transformers' interface of them"
