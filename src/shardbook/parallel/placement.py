@@ -21,6 +21,7 @@ from shardbook.model.selfcheck import check_family, freeze
 from shardbook.model.shrink import keep_layers
 from shardbook.model.teacher import attach_teacher
 from shardbook.parallel.context import apply_context_parallel
+from shardbook.parallel.expert_load import count_experts
 from shardbook.parallel.experts import apply_expert_parallel, expert_parameters, find_experts
 from shardbook.parallel.layout import Layout, build_layout
 from shardbook.parallel.pipeline import apply_pipeline_parallel
@@ -61,6 +62,7 @@ class LocalModel:
     placements: dict[str, Placement]  # of every parameter of the whole model
     flops: Flops  # of the whole model
     experts: int  # of a block of the whole model, where ranks along ep share them; else 0
+    counted: tuple[int, ...]  # Layout.counted
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ def layout_of(recipe: Recipe, local: LocalModel, world: World, chosen: dict[Any,
     layout = build_layout(*given, recipe.offload, chosen, *split, beside)
     balanced = count_choices(model.base, model.config) if recipe.train.router_aux_loss_coef else ()
     share = experts_per_token(model.config) / local.experts if local.experts else 1.0
-    return replace(layout, balanced=balanced, experts=local.experts, chosen_share=share)
+    return replace(layout, balanced=balanced, experts=local.experts, chosen_share=share, counted=local.counted)
 
 
 def build_local(
@@ -172,5 +174,6 @@ def build_local(
     apply_expert_parallel(model, recipe.parallel.ep_size)
     placements = note_shards(placements, model, expert_parameters(model))
     experts = max((module.num_experts for module in find_experts(model)), default=0)
+    counted = count_experts(model)
     pipeline, chunks = apply_pipeline_parallel(model, recipe.parallel, rank, world_size)
-    return LocalModel(model, pipeline, chunks, placements, flops, experts)
+    return LocalModel(model, pipeline, chunks, placements, flops, experts, counted)
