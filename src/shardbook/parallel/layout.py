@@ -62,6 +62,7 @@ class Layout:
     placements: dict[str, Placement] = field(default_factory=dict)
     experts: int = 0  # of each block that has some, where ranks along ep share them
     chosen_share: float = 1.0  # of these experts a token meets so many
+    expert_load: float = 1.0  # of a plan: the rows that this rank's experts receive, as a multiple of the mean
     balanced: tuple[int, ...] = ()  # the experts of each router whose choices an auxiliary loss balances
     counted: tuple[int, ...] = ()  # of each block of the whole model the experts whose choices a run counts
 
@@ -105,6 +106,12 @@ class Layout:
     def ep_size(self) -> int:
         """The expert-parallel size (experts.py): ranks that share a block's experts; units have this rank's."""
         return self.parallel.ep_size
+
+    @property
+    def most_expert_load(self) -> float:
+        """The most rows that a rank's experts can receive, as a multiple of the mean: where each token of all ranks
+        along ep chooses as many of them as it can."""
+        return min(self.ep_size, 1 / self.chosen_share)
 
     @cached_property
     def meshes(self) -> list[dict[str, int]]:

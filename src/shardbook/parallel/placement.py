@@ -39,6 +39,7 @@ class World:
     ranks_per_node: int
     rank: int = 0
     device: torch.device | None = None  # of this rank; None: a GPU that this machine does not have
+    expert_load: float = 1.0  # of a plan: the rows that this rank's experts receive, as a multiple of the mean
 
     @property
     def device_type(self) -> str:
@@ -96,6 +97,8 @@ def place_model(
         attention = kernel_on_gpu(asked, demands)
     local = build_local(recipe, config, attention, teacher, world.rank, world.size)
     layout = layout_of(recipe, local, world)
+    for module in find_experts(local.model):
+        module.ep_group.load = layout.expert_load
     return PlacedModel(recipe, world, config, teacher, attention, local.model, layout, local.flops)
 
 
@@ -135,7 +138,8 @@ def layout_of(recipe: Recipe, local: LocalModel, world: World, chosen: dict[Any,
     layout = build_layout(*given, recipe.offload, chosen, *split, beside)
     balanced = count_choices(model.base, model.config) if recipe.train.router_aux_loss_coef else ()
     share = experts_per_token(model.config) / local.experts if local.experts else 1.0
-    return replace(layout, balanced=balanced, experts=local.experts, chosen_share=share, counted=local.counted)
+    layout = replace(layout, balanced=balanced, experts=local.experts, chosen_share=share, counted=local.counted)
+    return replace(layout, expert_load=min(world.expert_load, layout.most_expert_load))
 
 
 def build_local(
