@@ -52,14 +52,14 @@ WIDE = [
 
 def train_balanced(folder, steps, ranks, max_norm):
     """Trains transformers' model in `folder` on rows of documents, `ranks` of them to a micro-batch of all ranks.
-    Returns the result, and of each step the auxiliary loss and the fullest expert's multiple."""
+    Returns the result, and of each step the auxiliary loss and the fullest expert's multiple in its rows."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     balance = import_module(type(model).__module__).load_balancing_loss_func
     chosen, logged = model.config.num_experts_per_tok, []
 
     def loss_of(step):
         rows = steps[step]
-        total, terms = sum(sum(mask[1:]) for row in rows for _, mask in row), []
+        total, terms, picked = sum(sum(mask[1:]) for row in rows for _, mask in row), [], 0
         for first in range(0, len(rows), ranks):
             documents = [document for row in rows[first : first + ranks] for document in row]
             outputs = [model(input_ids=torch.tensor(ids)[None], output_router_logits=True) for ids, _ in documents]
@@ -67,11 +67,13 @@ def train_balanced(folder, steps, ranks, max_norm):
             parts = [reference.document_loss(model, document) for document in documents]
             share = sum(count for _, count in parts) / total
             aux = balance(logits, logits[0].shape[1], chosen)
-            picked = [each.softmax(-1).topk(chosen).indices.flatten().bincount().max() for each in logits]
-            fullest = max(picked).item() * logits[0].shape[1] / (chosen * len(logits[0]))
-            terms.append((sum(part for part, _ in parts) / total, share * aux, share * fullest))
-        logged.append([sum(float(torch.as_tensor(term[number]).detach()) for term in terms) for number in (1, 2)])
-        return sum(nll + COEFFICIENT * aux for nll, aux, _ in terms)
+            experts = logits[0].shape[1]
+            ids = (each.softmax(-1).topk(chosen).indices.flatten() for each in logits)
+            picked = picked + torch.stack([each.bincount(minlength=experts) for each in ids])
+            terms.append((sum(part for part, _ in parts) / total, share * aux))
+        fullest = picked.max().item() * experts / picked[0].sum().item()
+        logged.append((sum(float(aux.detach()) for _, aux in terms), fullest))
+        return sum(nll + COEFFICIENT * aux for nll, aux in terms)
 
     return reference.descend(model, loss_of, len(steps), RATE, DECAY, max_norm), logged
 

@@ -158,6 +158,10 @@ def test_a_rank_whose_experts_nobody_chooses(recipe, tiny, tmp_path):
     for ours, theirs in steps:
         assert all(rows > 0 for rows in (*ours[0::2], *theirs[1::2]))
         assert not any(rows for rows in (*ours[1::2], *theirs[0::2]))
+        # the worst that a plan knows: two choices of each of 128 tokens, of two ranks; the mean is half of it
+        assert {*ours[0::2], *theirs[1::2]} == {2 * 128 * 2}
+    layout = place(recipe, tmp_path / "model", 2, [EP]).layout
+    assert layout.most_expert_load * 128 * 2 == 2 * 128 * 2
     for gradients in (outcomes_of(case, tmp_path)[0].result.gradients for case in STARVED):
         for number in range(4):
             down = gradients[0][f"model.layers.{number}.mlp.experts.down_proj"].view(4, -1)

@@ -20,6 +20,7 @@ STAY = {  # a file or a test -> how many of its slow cases CI runs; all, where i
     "tests/unit/plan/test_simulate.py::test_shipped_recipes_at_their_size": 1,
     "tests/unit/plan/test_simulate.py::test_a_teacher_beside": 1,
     "tests/unit/plan/test_simulate.py::test_two_small_models_tell_of_a_deep_one_exactly": 1,
+    "tests/unit/plan/test_simulate.py::test_a_rank_whose_experts_are_chosen_more_often": 2,
     "tests/unit/plan/test_peak_of_pipelines.py::test_stages_take_what_the_plan_says": 2,
     "tests/unit/plan/test_measure_blocks.py::test_a_plan_of_any_family": 2,
     "tests/unit/docs/test_build.py::test_the_plans_of_the_goals_fit": 4,

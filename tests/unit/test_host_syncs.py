@@ -17,6 +17,7 @@ from shardbook.model.causal_lm import build_model
 from shardbook.model.teacher import attach_teacher
 from shardbook.objectives import build_objective
 from shardbook.optim import build_optimizer
+from shardbook.parallel.expert_load import build_expert_load, count_experts
 from shardbook.recipe import Distill, Optim, Preference
 from shardbook.run.eval.generate import pick
 
@@ -120,6 +121,18 @@ def test_pairs(method, packed):
 
 def test_routers_that_are_balanced():
     run(build_model(config("mixtral"), "bf16", 7), build_objective("sft", Preference(), None, 0.1), True, 1)
+
+
+def test_choices_of_experts_are_counted():
+    model, sft = build_model(config("mixtral"), "bf16", 7), build_objective("sft", Preference())
+    load = build_expert_load(model, [model], SimpleNamespace(counted=count_experts(model)))
+
+    def terms(model, micro, totals):
+        load.open(micro)
+        return sft.terms(model, micro, totals)
+
+    run(model, SimpleNamespace(terms=terms, reference=False), True, 1)
+    assert load.counts.device == DEVICE and load.is_token is None
 
 
 def test_distillation():

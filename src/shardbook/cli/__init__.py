@@ -84,6 +84,8 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     add("--disk-gbps", type=float, default=0, help="GB/s that a node's drives read, for offload (default: as usual)")
     add("--link-gbps", type=float, default=0, help="GB/s from a GPU to others of its node (default: as usual)")
     add("--document-tokens", type=float, default=1200, help="tokens of a document, for attention (default: 1,200)")
+    load = "rows of the rank along ep whose experts get most, as a multiple of the mean (default: 1)"
+    add("--expert-load", type=float, default=1.0, help=load)
     add("--calibrate", type=Path, nargs="+", metavar="RUN", help="run directories, to fit the time's constants to")
     add("--simulate", action="store_true", help="also run a step of the recipe's stage on fake tensors (half a minute)")
     add("--json", action="store_true", help="one JSON object on standard output, and nothing else there")
@@ -275,7 +277,7 @@ def run_plan(asked: argparse.Namespace, words: list[str]) -> int:
     terms = build_objective(*kind).terms if asked.simulate else None
     read = (recipe.model.path, asked.gpu, asked.document_tokens)
     cluster = calibrate(cluster, [read_sample(run, *read) for run in asked.calibrate or ()])
-    report = make_report(recipe, asked.gpu, cluster, asked.document_tokens, terms)
+    report = make_report(recipe, asked.gpu, cluster, asked.document_tokens, terms, asked.expert_load)
     show_report(report, asked.json)
     if not (asked.recipe or asked.json):
         keys = "data.max_length=4096, train.per_device_train_batch_size=2, ... change them"

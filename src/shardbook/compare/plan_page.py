@@ -10,7 +10,7 @@ from typing import Any
 from shardbook.compare.page import Panel, panel_of, render
 from shardbook.plan.cluster import Candidate
 from shardbook.plan.peak import GB, Peak, predict_moments
-from shardbook.plan.report import PARTS, Report, describe_advice, facts, min_gpus_words
+from shardbook.plan.report import PARTS, Report, describe_advice, describe_shared, facts, min_gpus_words
 from shardbook.plan.step_timeline import lay_in_time
 from shardbook.recipe import find_stage
 
@@ -21,7 +21,8 @@ def write_plan_page(path: Path, report: Report) -> None:
     """Writes the page of `report`."""
     planner, cluster = report.planner, report.cluster
     title = f"{planner.recipe.model.path} on {cluster.gpus} x {report.gpu_name}"
-    advice = (line.partition(" ") for line in describe_advice(report))
+    experts = [line for line in describe_shared(report) if line.startswith("experts")]
+    advice = (line.partition(" ") for line in [*experts, *describe_advice(report)])
     room = cluster.room_bytes / GB
     usable = f"{room:.0f} of {cluster.gpu.gb:g} GB of a GPU can be used"
     about = [f"{planner.parameters:,} parameters; {cluster.words()}; {usable}. By formula; nothing was run."]

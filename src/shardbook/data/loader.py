@@ -102,7 +102,13 @@ class Batching:
 
 
 def choose_batching(
-    data: Data, train: Train, at: DataRank, device_type: str, *parts: Documents | None, sequences: int = 1
+    data: Data,
+    train: Train,
+    at: DataRank,
+    device_type: str,
+    *parts: Documents | None,
+    sequences: int = 1,
+    marks_padding: bool = False,
 ) -> Batching:
     """Returns the batching of the rank `at` for the rows of `parts` on a device of `device_type`."""
     row_length = data.max_length * sequences if data.packing else None
@@ -111,7 +117,7 @@ def choose_batching(
     multiple = math.lcm(ROUND_TO[device_type], at.row_ranks)  # so that ranks have equal shares of a row
     shape = row_length, train.per_device_train_batch_size
     where = at.dp_rank, at.dp_size, most, multiple, sequences, *at.slice_of_rows, at.copies
-    return Batching(*shape, *where, train.router_aux_loss_coef > 0)
+    return Batching(*shape, *where, marks_padding)
 
 
 class RowError(RuntimeError):

@@ -19,14 +19,13 @@ from shardbook.data.tokenized import Totals
 from shardbook.model.flops import experts_per_token
 from shardbook.model.routers import BALANCE_NUMBERS
 
-METRICS = ("router_aux_loss", "expert_load_max", "router_entropy")
+METRICS = ("router_aux_loss", "router_entropy")
 
 
 class Balance(NamedTuple):
     """A rank's shares of what a step logs of its routers, fp32 scalars."""
 
     aux_loss: Tensor  # has the gradient
-    load_max: Tensor  # of the fullest expert of a layer, as a multiple of what each has where all have as many
     entropy: Tensor  # of a token's probabilities, in nats, as the mean over tokens and layers
 
 
@@ -50,10 +49,9 @@ def measure_balance(router_logits: Sequence[Tensor], micro: MicroBatch, totals: 
         if dist.is_initialized():
             dist.all_reduce(summed)  # looked up at each call: the ledger replaces it while it is open
         tokens, share = summed[-BALANCE_NUMBERS].clamp(min=1), summed[-1] / totals.tokens
-        of_experts = summed[:-BALANCE_NUMBERS].view(layers, experts)
-        load_max = of_experts.max() * experts / (chosen * tokens)
-    aux_loss = share * experts * (of_experts.sum(0) @ sum(sums)) / (layers * tokens) ** 2
-    return Balance(aux_loss, trained / totals.tokens * load_max, share * entropy / (layers * tokens))
+        of_experts = summed[:-BALANCE_NUMBERS].view(layers, experts).sum(0)
+    aux_loss = share * experts * (of_experts @ sum(sums)) / (layers * tokens) ** 2
+    return Balance(aux_loss, share * entropy / (layers * tokens))
 
 
 def balanced_terms(coefficient: float, model: Any, micro: MicroBatch, totals: Totals) -> Tensor:

@@ -1,6 +1,7 @@
 """Buckets of replicated data parallel: units whose gradients one all-reduce sums over replicas (replicated.py)."""
 
-from shardbook.parallel.layout import Layout, cached_per_layout
+from shardbook.parallel.layout import Layout
+from shardbook.parallel.per_layout import cached_per_layout
 from shardbook.parallel.units import Unit, backward_order
 
 BUCKET_BYTES = 25 * 2**20  # torch DDP's bucket_cap_mb: an all-reduce of less costs its latency, not its bytes

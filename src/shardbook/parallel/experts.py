@@ -66,6 +66,7 @@ class EPGroup:
     process_group: dist.ProcessGroup | None = None
     # while it is a list: the rows that this rank received in each forward of a block, in order
     received: list[int] | None = None
+    load: float = 1.0  # of a plan: the rows that this rank receives, as a multiple of those that it sends
 
     def route(self, ids: Tensor, experts: int) -> Routing:
         """Returns where rows go that chose these `ids` [rows], of so many `experts`. Collective along ep; it waits for
@@ -76,9 +77,9 @@ class EPGroup:
         of_ranks = torch.stack([counts.view(self.size, -1).sum(1), received.view(self.size, -1).sum(1)])
         if has_values(of_ranks):
             input_splits, output_splits = of_ranks.tolist()
-        else:  # a plan's: every expert is chosen as often
-            each, more = divmod(len(ids), self.size)
-            input_splits = output_splits = [each + (rank < more) for rank in range(self.size)]
+        else:  # a plan's: every rank's experts are chosen as often, and this rank's `load` times that
+            counts_of_all = divmod(len(ids), self.size), divmod(round(self.load * len(ids)), self.size)
+            input_splits, output_splits = ([n + (r < more) for r in range(self.size)] for n, more in counts_of_all)
         rows = sum(output_splits)
         if self.received is not None and not in_backward():
             self.received.append(rows)

@@ -4,12 +4,12 @@ Invariant: it is built without a process group, from a recipe's settings, a mode
 device) and a number of ranks, so a laptop has the layout of a cluster. A later axis is one more size.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, wraps
+from functools import cached_property
 from itertools import islice
 from math import prod
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -39,10 +39,6 @@ ON_DEVICE, WHOLE_MODEL = Offload(), Pipeline()
 UNIT_KEYS = ("reshard_min_params", "forward_prefetch", "backward_prefetch")  # what choose_units reads of Parallel
 
 
-Answer = TypeVar("Answer")
-More = ParamSpec("More")
-
-
 @dataclass(frozen=True)
 class Layout:
     """Stage, mesh axes, units, dtypes and ZeRO++'s switches of a run, and how many of its ranks share a node.
@@ -66,7 +62,9 @@ class Layout:
     placements: dict[str, Placement] = field(default_factory=dict)
     experts: int = 0  # of each block that has some, where ranks along ep share them
     chosen_share: float = 1.0  # of these experts a token meets so many
+    expert_load: float = 1.0  # of a plan: the rows that this rank's experts receive, as a multiple of the mean
     balanced: tuple[int, ...] = ()  # the experts of each router whose choices an auxiliary loss balances
+    counted: tuple[int, ...] = ()  # of each block of the whole model the experts whose choices a run counts
 
     @property
     def world_size(self) -> int:
@@ -108,6 +106,12 @@ class Layout:
     def ep_size(self) -> int:
         """The expert-parallel size (experts.py): ranks that share a block's experts; units have this rank's."""
         return self.parallel.ep_size
+
+    @property
+    def most_expert_load(self) -> float:
+        """The most rows that a rank's experts can receive, as a multiple of the mean: where each token of all ranks
+        along ep chooses as many of them as it can."""
+        return min(self.ep_size, 1 / self.chosen_share)
 
     @cached_property
     def meshes(self) -> list[dict[str, int]]:
@@ -191,7 +195,7 @@ class Layout:
 
     @cached_property
     def cache(self) -> dict[Any, Any]:
-        """Holds what `cached_per_layout` has computed of this layout, by function and arguments."""
+        """Holds what `cached_per_layout` (per_layout.py) has computed of this layout, by function and arguments."""
         return {}
 
     @cached_property
@@ -286,20 +290,6 @@ class Layout:
         if self.ep_size > 1:
             groups |= {name: ranks_along(self.meshes[-1], axis, rank) for axis, name in OF_EXPERTS.items()}
         return groups | (pipeline_groups(groups[PP], rank) if PP in groups else {})
-
-
-def cached_per_layout(
-    function: Callable[Concatenate[Layout, More], Answer],
-) -> Callable[Concatenate[Layout, More], Answer]:
-    """Makes `function` compute once what it returns of a layout and other arguments, which can be hashed."""
-
-    @wraps(function)
-    def cached(layout: Layout, /, *more: More.args, **named: More.kwargs) -> Answer:
-        if (key := (function, more, *named.items())) not in layout.cache:
-            layout.cache[key] = function(layout, *more, **named)
-        return layout.cache[key]
-
-    return cached
 
 
 def read_sizes(parallel: Parallel, world_size: int) -> dict[str, int]:

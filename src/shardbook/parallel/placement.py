@@ -21,6 +21,7 @@ from shardbook.model.selfcheck import check_family, freeze
 from shardbook.model.shrink import keep_layers
 from shardbook.model.teacher import attach_teacher
 from shardbook.parallel.context import apply_context_parallel
+from shardbook.parallel.expert_load import count_experts
 from shardbook.parallel.experts import apply_expert_parallel, expert_parameters, find_experts
 from shardbook.parallel.layout import Layout, build_layout
 from shardbook.parallel.pipeline import apply_pipeline_parallel
@@ -38,6 +39,7 @@ class World:
     ranks_per_node: int
     rank: int = 0
     device: torch.device | None = None  # of this rank; None: a GPU that this machine does not have
+    expert_load: float = 1.0  # of a plan: the rows that this rank's experts receive, as a multiple of the mean
 
     @property
     def device_type(self) -> str:
@@ -61,6 +63,7 @@ class LocalModel:
     placements: dict[str, Placement]  # of every parameter of the whole model
     flops: Flops  # of the whole model
     experts: int  # of a block of the whole model, where ranks along ep share them; else 0
+    counted: tuple[int, ...]  # Layout.counted
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,8 @@ def place_model(
         attention = kernel_on_gpu(asked, demands)
     local = build_local(recipe, config, attention, teacher, world.rank, world.size)
     layout = layout_of(recipe, local, world)
+    for module in find_experts(local.model):
+        module.ep_group.load = layout.expert_load
     return PlacedModel(recipe, world, config, teacher, attention, local.model, layout, local.flops)
 
 
@@ -149,7 +154,8 @@ def layout_of(recipe: Recipe, local: LocalModel, world: World, chosen: dict[Any,
     layout = build_layout(*given, recipe.offload, chosen, *split, beside)
     balanced = count_choices(model.base, model.config) if recipe.train.router_aux_loss_coef else ()
     share = experts_per_token(model.config) / local.experts if local.experts else 1.0
-    return replace(layout, balanced=balanced, experts=local.experts, chosen_share=share)
+    layout = replace(layout, balanced=balanced, experts=local.experts, chosen_share=share, counted=local.counted)
+    return replace(layout, expert_load=min(world.expert_load, layout.most_expert_load))
 
 
 def build_local(
@@ -189,5 +195,6 @@ def build_local(
     apply_expert_parallel(model, recipe.parallel.ep_size)
     placements = note_shards(placements, model, expert_parameters(model))
     experts = max((module.num_experts for module in find_experts(model)), default=0)
+    counted = count_experts(model)
     pipeline, chunks = apply_pipeline_parallel(model, recipe.parallel, rank, world_size)
-    return LocalModel(model, pipeline, chunks, placements, flops, experts)
+    return LocalModel(model, pipeline, chunks, placements, flops, experts, counted)

@@ -23,6 +23,7 @@ from shardbook.comm.zeropp_collectives import QuantizedAllGather, QuantizedReduc
 from shardbook.local_tensors import local_part
 from shardbook.parallel.byte_gather import gather_bytes
 from shardbook.parallel.context import set_cp_group
+from shardbook.parallel.expert_load import ExpertLoad, build_expert_load
 from shardbook.parallel.experts import EPGroup, find_experts, place_experts
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.mesh import build_node_mesh, regroup_mesh
@@ -46,6 +47,7 @@ class ShardedModel:
     links: PipelineLinks | None = None  # to the neighbours along pp
     cp_process_group: ProcessGroup | None = None  # the ranks that have slices of the same rows
     ep_group: EPGroup | None = None  # the ranks that share experts
+    expert_load: ExpertLoad | None = None  # where choices of experts are counted
     offloaded: Any = None  # memory/host_adamw.py's HostAdamW, where masters are not on the device
     # called before gradients are summed along tp, while it returns True
     check_first_gradients: Callable[[], bool] | None = None
@@ -98,6 +100,8 @@ class ShardedModel:
             self.offloaded.upload_shards()
 
     def begin_step(self) -> None:
+        if self.expert_load:
+            self.expert_load.clear()
         if self.offloaded:
             self.offloaded.begin_step()
 
@@ -226,6 +230,7 @@ def apply_stage(model: nn.Module, layout: Layout, mesh: DeviceMesh, ours: bool =
     sharded = parts[0] if len(parts) == 1 else ShardedModel(model, layout, parts=parts)
     sharded.links, sharded.cp_process_group = links, cp_process_group
     sharded.ep_group = next((module.ep_group for module in find_experts(model)), None)
+    sharded.expert_load = build_expert_load(model, roots, layout)
     return sharded
 
 

@@ -26,7 +26,7 @@ class MicroBatchRunner:
 
     def __init__(self, sharded: Any, loss_function: LossFunction, device: torch.device):
         self.links, self.layout, self.chunks = sharded.links, sharded.layout, sharded.chunks
-        self.loss_function, self.device = loss_function, device
+        self.loss_function, self.device, self.expert_load = loss_function, device, sharded.expert_load
         # (chunk, micro-batch) -> its input from the stage before, and its output
         self.outputs: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
 
@@ -47,6 +47,8 @@ class MicroBatchRunner:
         if hidden is not None:
             hidden.requires_grad_(torch.is_grad_enabled())
         micro = micro.to(self.device)
+        if self.expert_load:
+            self.expert_load.open(micro)
         if self.layout.pipeline.is_last(action.chunk):
             output = self.loss_function(model if hidden is None else partial(model, hidden=hidden), micro)
         else:

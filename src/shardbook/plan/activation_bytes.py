@@ -78,7 +78,12 @@ def count_activation_bytes(layout: Layout, config: PreTrainedConfig, recipe: Rec
     keys = [(kinds[number], number in again) for number in numbers]
     under = {
         is_again: measure_blocks(
-            config, recipe, kind if is_again else "none", layout.precision.params, **layout.block_sizes
+            config,
+            recipe,
+            kind if is_again else "none",
+            layout.precision.params,
+            layout.expert_load,
+            **layout.block_sizes,
         )
         for is_again in {is_again for _, is_again in keys}
     }

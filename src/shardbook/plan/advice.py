@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardbook.gpus import GPUS
-from shardbook.plan.cluster import WORLDS, Candidate, Planner, build_planner
+from shardbook.plan.cluster import Candidate, Planner, build_planner
 from shardbook.plan.hardware import Cluster
 from shardbook.recipe import TIERS, conflicts, with_settings
 
 AGAIN = {"none": 0.0, "selective": 0.05, "full": 0.25}  # greatest share of a step's time that recompute takes
 GAIN = 0.9  # other tp, cp, pp or ep must get below this share of a step's time: the estimate is no better
+WORLDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 # settings with which few of the weights are trained
 ADAPTERS: dict[str, dict[str, Any]] = {"LoRA": {"lora.r": 16}, "QLoRA": {"lora.r": 16, "model.load_in_4bit": True}}
 
@@ -61,13 +62,27 @@ def advise(planner: Planner, cluster: Cluster) -> Advice:
     return Advice(best, _reason(best, refused, cluster), refused)
 
 
+def min_gpus(planner: Planner, stage: str, cluster: Cluster, checkpointing: str = "") -> int | None:
+    """Returns the fewest GPUs on which the recipe's micro-batch fits under `stage`, with its own checkpointing or the
+    one that is given; None: not up to 4,096."""
+    for world in WORLDS:
+        smaller = cluster.resized(world)
+        recipe = planner.under(stage, smaller)
+        if recipe and checkpointing:
+            recipe = with_settings(recipe, {"activation.checkpointing": checkpointing})
+        if recipe and not conflicts(recipe) and planner.lay_out(recipe, smaller).fits:
+            return world
+    return None
+
+
 def fit_adapters(planner: Planner, cluster: Cluster) -> dict[str, Candidate | None]:
     """Returns for each of ADAPTERS that goes with the recipe its fastest candidate that fits, None where none does."""
     adapted: dict[str, Candidate | None] = {}
     for name, settings in ADAPTERS.items():
         recipe = with_settings(planner.recipe, settings)
         if not conflicts(recipe):
-            adapted[name] = _fastest(list(build_planner(recipe, planner.document_tokens).candidates(cluster)))
+            like = build_planner(recipe, planner.document_tokens, planner.expert_load)
+            adapted[name] = _fastest(list(like.candidates(cluster)))
     return adapted
 
 

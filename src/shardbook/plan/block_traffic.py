@@ -44,7 +44,7 @@ def read_inside(
     without tp, cp, ep, pp and routers that are balanced.
 
     `received`: the rows of tokens that the rank's experts received, of each block with experts in each micro-batch, in
-    order; empty: as many as where each expert is chosen as often.
+    order; empty: `layout.expert_load` times as many as where each expert is chosen as often.
     """
     is_alone = layout.tp_size == layout.cp_size == layout.pipeline.ranks == layout.ep_size == 1
     if is_alone and not layout.balanced:
@@ -135,8 +135,8 @@ def expert_exchanges(
 ) -> tuple[tuple[Collectives, Collectives, Collectives], ...]:
     """Returns what experts exchange along ep, for `tokens` of this rank of which each goes to as many experts as its
     router chooses: in forward, in backward, and in the backward of a block that runs again. One for each block's
-    `received` rows; one for all where there are none, and each receives as many as it sends. Forward sends how many
-    rows each expert gets, these rows, and what became of them back."""
+    `received` rows; one for all where there are none, and each receives `layout.expert_load` times as many as it sends.
+    Forward sends how many rows each expert gets, these rows, and what became of them back."""
     if not layout.expert_units:
         return ()
     axis, row_bytes = (
@@ -149,7 +149,7 @@ def expert_exchanges(
         return tuple(("all_to_all", axis, size) for size in sizes)
 
     of_blocks = []
-    for rows in received or [sent]:
+    for rows in received or [round(sent * layout.expert_load)]:
         backward = exchanges(sent * row_bytes, rows * row_bytes)
         forward = exchanges(layout.experts * COUNT_BYTES) + backward
         of_blocks.append((forward, backward, forward + backward))
@@ -199,10 +199,12 @@ def describe_sharing(layout: Layout) -> str:
     return sentence
 
 
-def describe_experts(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -> str:
+def describe_experts(
+    layout: Layout, config: PreTrainedConfig, recipe: Recipe, peaks: tuple[int, int] | None = None
+) -> str:
     """Returns a sentence on ep: how many experts a rank has, how many tokens of a rank's micro-batch make its exchanges
     as large as the gathers and reductions of experts that they replace, and whether the ranks are more than a node has;
-    empty without ep."""
+    empty without ep. `peaks`: the bytes of a rank as planned, and where all tokens choose its experts."""
     if layout.ep_size == 1:
         return ""
     each = layout.experts // layout.ep_size
@@ -219,6 +221,10 @@ def describe_experts(layout: Layout, config: PreTrainedConfig, recipe: Recipe) -
         sentence += f"; fewer bytes than gathering all of them while a micro-batch of a rank has under {even:,} tokens"
     if (node := layout.ranks_per_node) % layout.ep_size:
         sentence += f"; slow: a node has {node} ranks, and tokens go between nodes in every block"
+    if peaks:
+        planned, worst = (f"{size / 1e9:.1f} GB" for size in peaks)
+        times, most = f"{layout.expert_load:g} times " * (layout.expert_load > 1), layout.most_expert_load
+        sentence += f"; a rank with {times}the mean of rows takes {planned}, at worst, with {most:g} times it, {worst}"
     return sentence
 
 

@@ -5,7 +5,7 @@ no process group made, so a laptop answers for any number of GPUs.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from math import prod
@@ -42,7 +42,6 @@ SIZES = (1, 2, 4, 8)
 PP_SIZES = (2, 4, 8, 16)  # pp sizes that are tried
 SIZE_KEYS = ("tp_size", "cp_size", "pp_size", "ep_size")
 ParallelSizes = tuple[int, int, int, int]  # of SIZE_KEYS
-WORLDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
 @dataclass(frozen=True)
@@ -81,6 +80,12 @@ class Candidate:
         size, away = predict_copied(self.layout, 0, self.recipe.optim.name), self.offloaded_bytes.get("host", 0)
         has_room = (away + size) * self.cluster.a_node <= self.cluster.host_bytes
         return size if behind and (has_room or train.async_save != "auto") else 0
+
+    @cached_property
+    def worst_peak(self) -> Peak:
+        """Its peak where each token chooses as many of this rank's experts as it can."""
+        layout = replace(self.layout, expert_load=self.layout.most_expert_load)
+        return predict_fullest(layout, self.planner.config, self.recipe)
 
     @property
     def largest(self) -> str:
@@ -152,6 +157,8 @@ class Planner:
     local: LocalModel  # without a pipeline
     document_tokens: float = DOCUMENT_TOKENS
     teacher: PreTrainedConfig | None = None
+    # the rows that the planned ranks' experts receive, as a multiple of the mean; other sizes of ep may allow less
+    expert_load: float = 1.0
     layouts: dict[tuple[str, str, int, int, int], Layout] = field(default_factory=dict)
     units: dict[Any, tuple[Unit, ...]] = field(default_factory=dict)  # of layouts of the same part, chosen once
     # a rank's part of the model, by tp size, pipeline settings and pipeline stage
@@ -189,7 +196,8 @@ class Planner:
     def layout_of(self, recipe: Recipe, cluster: Cluster, stage: int) -> Layout:
         key = (recipe.parallel.model_dump_json(), recipe.offload.model_dump_json(), cluster.gpus, cluster.a_node, stage)
         if key not in self.layouts:
-            self.layouts[key] = layout_of(recipe, self.part_of(recipe.parallel, stage), World(*key[2:4]), self.units)
+            world = World(*key[2:4], expert_load=self.expert_load)
+            self.layouts[key] = layout_of(recipe, self.part_of(recipe.parallel, stage), world, self.units)
         return self.layouts[key]
 
     def lay_out(self, recipe: Recipe, cluster: Cluster) -> Candidate:
@@ -222,18 +230,6 @@ class Planner:
             sections = {"parallel": parallel.model_copy(update=switches), "offload": offload.model_copy(update=tiers)}
             if not conflicts(recipe := self.recipe.model_copy(update=sections)):
                 return recipe
-        return None
-
-    def min_gpus(self, stage: str, cluster: Cluster, checkpointing: str = "") -> int | None:
-        """Returns the fewest GPUs on which the recipe's micro-batch fits under `stage`, with its own checkpointing or
-        the one that is given; None: not up to 4,096."""
-        for world in WORLDS:
-            smaller = cluster.resized(world)
-            recipe = self.under(stage, smaller)
-            if recipe and checkpointing:
-                recipe = with_settings(recipe, {"activation.checkpointing": checkpointing})
-            if recipe and not conflicts(recipe) and self.lay_out(recipe, smaller).fits:
-                return world
         return None
 
     def parallel_sizes(self, cluster: Cluster, both: bool = False) -> list[ParallelSizes]:
@@ -338,7 +334,7 @@ def with_sizes(parallel: Parallel, sizes: ParallelSizes) -> dict[str, Any]:
     return pipeline_settings(like) | dict(zip(SIZE_KEYS, sizes, strict=True))
 
 
-def build_planner(recipe: Recipe, document_tokens: float = DOCUMENT_TOKENS) -> Planner:
+def build_planner(recipe: Recipe, document_tokens: float = DOCUMENT_TOKENS, expert_load: float = 1.0) -> Planner:
     """Returns a planner for `recipe` on GPUs. Reads only the model's shapes; RecipeError where they are not known."""
     recipe = resolve_precision(recipe, "cuda")
     config = shape_config(recipe.model, recipe.data.max_length)
@@ -347,4 +343,4 @@ def build_planner(recipe: Recipe, document_tokens: float = DOCUMENT_TOKENS) -> P
     unpiped = with_settings(recipe, {f"parallel.{key}": value for key, value in pipeline_settings(Parallel()).items()})
     attention = kernel_on_gpu(recipe.model.attention, check_family(config).demands)
     local = build_local(unpiped, config, attention, teacher)
-    return Planner(recipe, config, local, min(document_tokens, longest), teacher)
+    return Planner(recipe, config, local, min(document_tokens, longest), teacher, expert_load)

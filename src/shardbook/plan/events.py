@@ -19,7 +19,9 @@ from shardbook.comm.quantize import buffer_bytes
 from shardbook.optim.muon import WIRE_BYTES
 from shardbook.optim.table import OPTIMIZERS
 from shardbook.parallel.buckets import bucket_units
-from shardbook.parallel.layout import Layout, cached_per_layout
+from shardbook.parallel.experts import COUNT_BYTES
+from shardbook.parallel.layout import Layout
+from shardbook.parallel.per_layout import cached_per_layout
 from shardbook.parallel.schedule import Action
 from shardbook.parallel.units import Unit, shard_rows
 
@@ -34,7 +36,7 @@ class Event(NamedTuple):
     """One action of a rank: `compute` of a unit, its `gather`, `free`, `reduce` (its gradients are summed over ranks)
     or `accumulate` (they are kept as they are), an `exchange` between units, `receive` and `send` along pp; `fetch`,
     `arrive` and `update` of an offloaded unit (shards to the device, gradients to the host, its step there); the `sum`
-    of replicated gradients, the `norm`, the `step`, and the next step's `counts`."""
+    of replicated gradients, the `norm`, the `step`, and the next step's `counts`, with those of experts."""
 
     what: str
     unit: Unit | None = None
@@ -341,5 +343,6 @@ def step_events(
     exchanges = muon_exchanges(layout) if OPTIMIZERS[optimizer_name].whole_matrices else ()
     yield from (Event("update", unit) for unit in layout.units if is_away and any(unit.trained))
     yield Event("step", None, exchanges)
-    sums = tuple(("all_reduce", layout.axis_of_all, size) for size in (COUNTS_BYTES, FLAGS_BYTES))
+    sizes = [COUNTS_BYTES, FLAGS_BYTES] + [sum(layout.counted) * COUNT_BYTES] * any(layout.counted)
+    sums = tuple(("all_reduce", layout.axis_of_all, size) for size in sizes)
     yield Event("counts", None, sums)

@@ -16,7 +16,8 @@ from shardbook.comm.ledger import Traffic, Volume
 from shardbook.memory.direct_io import COPY_ALIGN
 from shardbook.memory.host_state import moved_bytes, offloaded_bytes, plan_unit
 from shardbook.optim.table import OPTIMIZERS
-from shardbook.parallel.layout import Layout, cached_per_layout
+from shardbook.parallel.layout import Layout
+from shardbook.parallel.per_layout import cached_per_layout
 from shardbook.parallel.units import shard_rows
 from shardbook.plan.events import BlockTraffic, Event, step_events, step_passes
 from shardbook.recipe import Offload, Stage

@@ -151,11 +151,17 @@ def facts_of(config: PreTrainedConfig) -> list[Facts]:
 
 
 def measure_blocks(
-    config: PreTrainedConfig, recipe: Recipe, checkpointing: str, dtype: str, **block_sizes: int
+    config: PreTrainedConfig,
+    recipe: Recipe,
+    checkpointing: str,
+    dtype: str,
+    expert_load: float = 1.0,
+    **block_sizes: int,
 ) -> Measured:
     """Returns what a block of each kind of `config` takes under `recipe`'s adapters, with `checkpointing` none, full or
     selective, computed in `dtype`, on one of the ranks that share it or its rows (Layout.block_sizes; without any it is
-    alone). Raises RecipeError where a block cannot run on fake tensors."""
+    alone), whose experts receive `expert_load` times the mean of rows. Raises RecipeError where a block cannot run on
+    fake tensors."""
 
     def measured(rows: int, checkpointing: str = "none", **block_sizes: int) -> Measured:
         dtypes: Any = dict.fromkeys(("params", "master", "frozen"), dtype)
@@ -166,11 +172,17 @@ def measure_blocks(
             "activation": Activation(checkpointing=checkpointing),
             "train": Train(steps=1, loss_chunk_tokens=0, per_device_train_batch_size=rows),
         }
-        key = text_of(config), kernel_of(config), base.load_in_4bit, base.bnb_4bit_use_double_quant, recipe.data.packing
-        key += tuple(section.model_dump_json() for section in sections.values())
+        key: tuple[Any, ...] = (
+            text_of(config),
+            kernel_of(config),
+            base.load_in_4bit,
+            base.bnb_4bit_use_double_quant,
+            recipe.data.packing,
+        )
+        key += expert_load, *(section.model_dump_json() for section in sections.values())
         if key not in _measured:
             sections |= {"method": "sft", "offload": Offload(), "distill": Distill()}
-            _measured[key] = measure(recipe.model_copy(update=sections), config)
+            _measured[key] = measure(recipe.model_copy(update=sections), config, expert_load)
         return _measured[key]
 
     base = recipe.model
@@ -180,11 +192,11 @@ def measure_blocks(
     return measured(rows, checkpointing, **block_sizes)
 
 
-def measure(recipe: Recipe, config: PreTrainedConfig) -> Measured:
+def measure(recipe: Recipe, config: PreTrainedConfig, expert_load: float) -> Measured:
     kinds, kernel = _look_at(config), kernel_on_gpu(kernel_of(config), check_family(config).demands)
     rows, shared = recipe.train.per_device_train_batch_size, recipe.parallel.tp_size * recipe.parallel.cp_size
     lengths = [times * LENGTH * shared for times in range(1, 4 if kernel.is_dense else 3)]
-    lines = run(recipe, kinds, kernel, lengths)
+    lines = run(recipe, kinds, kernel, lengths, expert_load)
     sizes = [(rows * length // recipe.parallel.cp_size, rows * length**2) for length in lengths]
     fit = partial(solve, sizes)
     blocks = {
@@ -194,22 +206,25 @@ def measure(recipe: Recipe, config: PreTrainedConfig) -> Measured:
     return Measured(blocks, *map(fit, zip(*around, strict=True)))
 
 
-def lend_groups(model: nn.Module) -> None:
-    """Lets the ranks along tp, cp and ep exchange nothing, in groups of the right size that no other process is in."""
+def lend_groups(model: nn.Module, expert_load: float) -> None:
+    """Lets the ranks along tp, cp and ep exchange nothing, in groups of the right size that no other process is in. A
+    rank along ep receives `expert_load` times as many rows as it sends."""
     for module in model.modules():
         for name in ("tp", "cp", "ep"):
             group = getattr(module, f"{name}_group", None)
             if isinstance(group, TPGroup | CPGroup | EPGroup) and group.process_group is None:
                 group.process_group = fake_group(getattr(group, f"{name}_rank", 0), group.size)
+            if isinstance(group, EPGroup):
+                group.load = expert_load
 
 
-def run(recipe: Recipe, kinds: Kinds, kernel: Kernel, lengths: Sequence[int]) -> list[MemoryTrace]:
+def run(recipe: Recipe, kinds: Kinds, kernel: Kernel, lengths: Sequence[int], expert_load: float) -> list[MemoryTrace]:
     """Calls a model of few layers forward and backward with micro-batches of full rows of `lengths`, as training does.
     Meta tensors are faster than fake ones, and have the same sizes; but sdpa looks at the device, and some families ask
     for a number. Raises Unmeasured where a block runs on neither."""
     for device, without_memory in ((torch.device("meta"), meta_tensors), (torch.device("cpu"), fake_tensors)):
         model = build_local(recipe, copy.deepcopy(kinds.few), kernel).model
-        lend_groups(model)
+        lend_groups(model, expert_load)
         apply_checkpointing(model.blocks, recipe.activation, recipe.lora.lora_dropout > 0)
         lines = dict[int, MemoryTrace]()
         with without_memory():

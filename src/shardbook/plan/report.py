@@ -8,8 +8,9 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from shardbook.parallel.layout import Layout
 from shardbook.parallel.placement import World, place_model
-from shardbook.plan.advice import ADAPTERS, Advice, advise, fit_adapters
+from shardbook.plan.advice import ADAPTERS, Advice, advise, fit_adapters, min_gpus
 from shardbook.plan.block_traffic import describe_experts, describe_pipeline, describe_sharing, describe_splitting
 from shardbook.plan.cluster import DISK, DOCUMENT_TOKENS, SIZE_KEYS, Candidate, Planner, build_planner
 from shardbook.plan.formulas import Resident, paper_resident, predict_resident, step_bytes
@@ -47,26 +48,39 @@ def make_report(
     cluster: Cluster,
     document_tokens: float = DOCUMENT_TOKENS,
     terms: "LossTerms | None" = None,
+    expert_load: float = 1.0,
 ) -> Report:
     """Returns the report of `recipe` on `cluster`, whose GPUs the user calls `gpu_name`. `terms`, an objective's: a
-    step of the recipe's own stage is simulated too, here. Raises RecipeError for an unknown model."""
+    step of the recipe's own stage is simulated too, here. `expert_load`: the rows that the busiest rank along ep
+    receives, as a multiple of the mean. Raises RecipeError for an unknown model."""
     if document_tokens < 1:
         raise RecipeError(f"--document-tokens {document_tokens:g}: must be at least 1")
-    planner = build_planner(recipe, document_tokens)
+    planner = build_planner(recipe, document_tokens, expert_load)
+    check_expert_load(expert_load, planner.layout_of(planner.recipe, cluster, 0))
     stages = planner.stages(cluster)
-    min_gpus = {stage: planner.min_gpus(stage, cluster) for stage in stages}
-    more = {stage: planner.min_gpus(stage, cluster, "full") for stage, count in min_gpus.items() if not count}
+    fewest = {stage: min_gpus(planner, stage, cluster) for stage in stages}
+    more = {stage: min_gpus(planner, stage, cluster, "full") for stage, count in fewest.items() if not count}
     simulated = None
     if terms:
         from shardbook.plan.simulate import simulate_step  # makes a process group, and loads torch's fake tensors
 
-        world = World(cluster.gpus, cluster.a_node)
+        world = World(cluster.gpus, cluster.a_node, expert_load=expert_load)
         simulated = simulate_step(place_model(planner.recipe, world, planner.config, planner.teacher), terms)
     advice = advise(planner, cluster)
     is_whole = recipe.lora.r == 0 and recipe.offload.optimizer == "none"
     needs_tier = advice.best is None or advice.best.recipe.offload.optimizer != "none"
     adapted = fit_adapters(planner, cluster) if is_whole and needs_tier else {}
-    return Report(planner, recipe.precision, cluster, gpu_name, stages, min_gpus, more, advice, adapted, simulated)
+    return Report(planner, recipe.precision, cluster, gpu_name, stages, fewest, more, advice, adapted, simulated)
+
+
+def check_expert_load(load: float, layout: Layout) -> None:
+    """Raises RecipeError where no rank along ep can receive `load` times the mean of rows."""
+    most = layout.most_expert_load
+    if not 1 <= load <= most:
+        allowed = f"must be from 1 to {most:g}, where all tokens choose the experts of one rank"
+        if most == 1:
+            allowed = "no ranks share experts, so there is no busiest one; set parallel.ep_size, or leave it out"
+        raise RecipeError(f"--expert-load {load:g}: {allowed}")
 
 
 def show_report(report: Report, is_json: bool) -> None:
@@ -133,11 +147,21 @@ def _row(candidate: Candidate) -> dict[str, Any]:
         "comm": candidate.comm,
         "peak": asdict(candidate.peak),
         **{f"{where}_bytes": size for where, size in candidate.offloaded_bytes.items()},
+        **expert_facts(candidate),
         "fits": candidate.fits,
         "limit": candidate.bottleneck,
         "step": asdict(candidate.time),
         **{key: fact.value for key, fact in facts(candidate).items()},
     }
+
+
+def expert_facts(candidate: Candidate) -> dict[str, Any]:
+    """Returns the load of the planned rank's experts, and its peak at the greatest one; nothing without ep."""
+    layout = candidate.layout
+    if not layout.experts:
+        return {}
+    worst = {"load": layout.most_expert_load, "peak_bytes": candidate.worst_peak.total}
+    return {"expert_load": layout.expert_load, "worst_expert_load": worst}
 
 
 class Metric(NamedTuple):
@@ -199,6 +223,7 @@ def as_table(report: Report) -> Table:
     steps = f"{rows} x {train.gradient_accumulation_steps}, checkpointing {recipe.activation.checkpointing}"
     where = f"{cluster.gpus} x {report.gpu_name}: {cluster.words()}; {room}"
     steps += ", compiled" * train.compile
+    steps += f", expert load {report.planner.expert_load:g}" * (report.planner.expert_load > 1)
     title = f"{recipe.model.path} ({count:.2f} B) on {where}\n{cluster.node_words()}\n{steps}, {recipe.optim.name}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     headings = [fact.name for fact in facts(next(iter(report.stages.values()))).values()]
@@ -250,10 +275,12 @@ def describe_shared(report: Report) -> list[str]:
 
 
 def _sharing_lines(candidate: Candidate) -> list[str]:
+    experts = candidate.layout, candidate.planner.config, candidate.recipe
+    peaks = (candidate.peak.total, candidate.worst_peak.total) if candidate.layout.experts else None
     lines = {
         "tensor": describe_sharing(candidate.layout),
         "context": describe_splitting(candidate.layout, candidate.planner.config),
-        "experts": describe_experts(candidate.layout, candidate.planner.config, candidate.recipe),
+        "experts": describe_experts(*experts, peaks),
     }
     lines["pipeline"] = describe_pipeline(candidate.layout, candidate.recipe.train.gradient_accumulation_steps)
     return [f"{what:<9}{text}" for what, text in lines.items() if text]

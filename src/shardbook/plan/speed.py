@@ -88,6 +88,7 @@ def predict_step(
     pipeline = layout.pipeline
     layer_share = len(numbers) / config.num_hidden_layers  # of the model's blocks that are this rank's
     blocks = layer_share * (flops.block * (2 + recomputed + frozen_forwards) + flops.block_trained) / tp_size
+    blocks += more_expert_products(layout, recomputed + frozen_forwards)
     head, vocab_rows = head * pipeline.has_last_pp_stage, vocab_rows * pipeline.has_last_pp_stage
     units = [unit for unit in layout.units if not unit.forward_only]
     shapes = (shape for unit in units for shape in compress(unit.shapes, unit.trained))
@@ -102,6 +103,12 @@ def predict_step(
     # norms, sums, rotation, gates; the loss: fp32 logits five times
     untouched = measure_blocks(config, plain, "none", layout.precision.params).blocks
     moved_numel = MOVED * sum(untouched[kinds[number]].kept.token for number in numbers) / tp_size
+    if layout.expert_load > 1:  # by as much as more rows keep more
+        loaded = measure_blocks(
+            config, plain, "none", layout.precision.params, layout.expert_load, **layout.block_sizes
+        ).blocks
+        kept = (loaded[kinds[n]].kept.token - measured[kinds[n]].kept.token for n in numbers)
+        moved_numel += MOVED * sum(kept)
     passes = (PASSES + (1 if checkpointing == "selective" else recomputed) + frozen_forwards) * moved_numel
     # a base in four bits is unpacked for each of its products, by one kernel
     unpacked = layer_share * flops.block * (2 + recomputed + frozen_forwards) * (0.5 + itemsize)
@@ -139,6 +146,16 @@ def predict_step(
     waits = bubble(pipeline.ranks, micros, pipeline.chunks) * micros * micro
     computing = micros * products, micros * attention, micros * (memory + copies), micros * link
     return StepTime(*computing, optimizer, exposed, offload_time, waits)
+
+
+def more_expert_products(layout: Layout, again: float) -> float:
+    """Returns the multiply-adds, for each of this rank's tokens, of the rows that its experts receive beyond the mean;
+    forward's are made `again` so often."""
+    more = 0.0
+    for unit in layout.expert_units:
+        trained = unit.padded_numel(1, trained_only=True) / unit.numel
+        more += (layout.expert_load - 1) * layout.chosen_share * unit.parameters * (2 + again + trained)
+    return more
 
 
 def optimizer_seconds(layout: Layout, row: Optimizer, shard: int, peak_flops: float, memory_rate: float) -> float:
@@ -234,7 +251,8 @@ def exposed_seconds(
     note = note or (lambda *_: None)
     groups, parts = layout.groups(0), [unit for unit in layout.units if unit.numel]
     # a token meets few of the experts that are a unit of their own
-    weight = {unit: unit.parameters * (layout.chosen_share if unit.is_experts else 1.0) for unit in layout.units}
+    share = layout.chosen_share * layout.expert_load
+    weight = {unit: unit.parameters * (share if unit.is_experts else 1.0) for unit in layout.units}
     parameters = sum(weight[unit] for unit in parts if unit.read_in_backward)
     everything = parameters + sum(weight[unit] for unit in parts if unit.forward_only)
     gpu = link = 0.0  # when they are free again

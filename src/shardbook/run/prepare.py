@@ -140,7 +140,8 @@ def prepare_job(placed: PlacedRun, in_turn: InTurn = nullcontext, day: str = "")
     if dist.is_initialized():
         _check_same_files(recipe, tokenizer, parts, folder)
     place = layout.data_rank(world.rank)
-    batching = choose_batching(recipe.data, recipe.train, place, world.device_type, *parts, sequences=sequences)
+    of_rows: dict[str, Any] = {"sequences": sequences, "marks_padding": any(layout.balanced) or any(layout.counted)}
+    batching = choose_batching(recipe.data, recipe.train, place, world.device_type, *parts, **of_rows)
     loader = Loader(documents, batching, micros, recipe.train.seed)
     steps = recipe.train.steps or math.ceil(recipe.train.epochs * len(documents.rows) / loader.rows_per_step)
     peak, no_plan_reason = None, ""

@@ -6,7 +6,7 @@ import pytest
 from plans import plan_of, report_on
 
 from shardbook.cli import main
-from shardbook.plan.advice import advise
+from shardbook.plan.advice import advise, min_gpus
 from shardbook.plan.cluster import build_planner
 from shardbook.plan.hardware import (
     build_cluster,
@@ -45,7 +45,7 @@ def test_what_fits_nowhere_names_the_smallest_cluster():
     advice = advise(planner, small)
     assert advice.best is None
     assert advice.why == "fits nowhere here; the smallest cluster of these GPUs where it does has 64"
-    assert planner.min_gpus("zero3", build_cluster("h100", 64)) == 32
+    assert min_gpus(planner, "zero3", build_cluster("h100", 64)) == 32
     never = build_planner(plan_of("llama-3.1-405b", "data.max_length=131072"))
     assert "fits on no number of these GPUs (activations" in advise(never, build_cluster("rtx4090", 8)).why
 

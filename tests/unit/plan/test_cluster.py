@@ -6,11 +6,13 @@ import pytest
 from plans import plan_of
 
 from shardbook.memory.host_state import offloaded_bytes
+from shardbook.plan.activation_bytes import count_activation_bytes
 from shardbook.plan.cluster import build_planner
 from shardbook.plan.formulas import predict_gathered_peak
 from shardbook.plan.hardware import (
     HOST_ROOM,
     INSIDE,
+    PRODUCTS,
     build_cluster,
 )
 from shardbook.plan.speed import (
@@ -153,6 +155,44 @@ def test_experts_that_ranks_share_are_neither_gathered_nor_kept_whole():
     sent = 6 * 4096 * 8 * 2048 * 2 + 2 * 128 * 8
     assert shared.comm["all_to_all_bytes"] == 48 * sent and "all_to_all_bytes" not in alone.comm
     assert one.flops == eight.flops and shared.time.products == pytest.approx(alone.time.products)
+
+
+def test_a_rank_receives_as_many_times_the_mean_of_rows_as_it_is_asked_for():
+    """Of T tokens, each to K of E experts, on ep ranks: the mean is T K rows, at worst ep T min(K, E / ep). A row is
+    kept with what its gate and up make of it, their silu and product, its weight of 1 and two numbers of 8 bytes. Its
+    result goes back, and so does its gradient. It takes 2 FLOPs for each number of an expert, and in backward 4."""
+    cluster, tokens, chosen, size, inner = build_cluster("h100", 8), 4096, 8, 2048, 768
+    words = (EAGER, "activation.checkpointing=none", "parallel.stage=zero3", f"data.max_length={tokens}")
+
+    def plan(ep_size, load=None):
+        asked = plan_of("qwen3-30b-a3b", *words, f"parallel.ep_size={ep_size}")
+        planner = build_planner(asked, expert_load=load) if load else build_planner(asked)
+        found = planner.lay_out(planner.recipe, cluster)
+        return found, count_activation_bytes(found.layout, planner.config, found.recipe).blocks[0][0].kept
+
+    for ep_size, load, rows in ((8, 1.5, 1.5 * tokens * chosen), (8, 8.0, 8 * tokens * 8), (2, 2.0, 2 * tokens * 8)):
+        (even, kept), (one, kept_one), (found, kept_found) = plan(ep_size), plan(ep_size, 1.0), plan(ep_size, load)
+        assert (one.peak, one.comm, one.time, kept_one) == (even.peak, even.comm, even.time, kept)
+        more = rows - tokens * chosen
+        assert kept_found - kept == more * (2 * (size + 4 * inner) + 2 + 2 * 8)
+        sent = {op: found.comm[op] - even.comm[op] for op in found.comm}
+        assert {op: count for op, count in sent.items() if count} == {"all_to_all_bytes": 48 * more * 2 * size * 2}
+        flops = 48 * more * 3 * inner * size * 2 * 3
+        assert found.time.products - even.time.products == pytest.approx(flops / (PRODUCTS * cluster.gpu.flops))
+        assert found.worst_peak == even.worst_peak and found.time.memory > even.time.memory
+    assert found.layout.most_expert_load == 2 and found.peak == found.worst_peak
+    # fewer experts than ranks send tokens to: E / K
+    crowded, _ = plan(8, 8.0)
+    assert replace(crowded.layout, chosen_share=0.5).most_expert_load == 2
+
+
+def test_other_sizes_of_ep_take_no_more_than_they_can():
+    planner = build_planner(plan_of("qwen3-30b-a3b", EAGER, "parallel.ep_size=8"), expert_load=4.0)
+    cluster, loads = build_cluster("h100", 8), {}
+    for ep_size in (1, 2, 4, 8):
+        recipe = with_settings(planner.recipe, {"parallel.ep_size": ep_size})
+        loads[ep_size] = planner.lay_out(recipe, cluster).layout.expert_load
+    assert loads == {1: 1, 2: 2, 4: 4, 8: 4}
 
 
 CP = ("data.max_length=131072", "parallel.cp_size=8", "activation.checkpointing=full")

@@ -7,6 +7,7 @@ import pytest
 from plans import ORDER, plan_of, report_on
 
 from shardbook.cli import PLAIN, main
+from shardbook.compare.plan_page import write_plan_page
 from shardbook.gpus import GPUS
 from shardbook.plan.block_traffic import describe_sharing
 from shardbook.plan.cluster import build_planner
@@ -176,6 +177,11 @@ def test_the_table_names_each_stage(capsys):
     assert "advice   " in said and "set      parallel.stage=" in said
 
 
+SHARED = ("qwen3-30b-a3b-lora", "parallel.ep_size=8")
+UP_TO_EIGHT = "must be from 1 to 8, where all tokens choose the experts of one rank"
+NONE_SHARED = "no ranks share experts, so there is no busiest one; set parallel.ep_size, or leave it out"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -203,6 +209,11 @@ def test_the_table_names_each_stage(capsys):
         (["llama8b-fsdp", "--network", "-5"], "--network -5: must be above 0"),
         (["llama8b-fsdp", "--per-node", "-1"], "--per-node -1: must be above 0"),
         (["llama8b-fsdp", "--document-tokens", "0"], "--document-tokens 0: must be at least 1"),
+        (["llama8b-fsdp", "--expert-load", "2"], f"--expert-load 2: {NONE_SHARED}"),
+        (["qwen3-30b-a3b-lora", "--expert-load", "1.5"], f"--expert-load 1.5: {NONE_SHARED}"),
+        ([*SHARED, "--expert-load", "0.9"], f"--expert-load 0.9: {UP_TO_EIGHT}"),
+        ([*SHARED, "--expert-load", "8.1"], f"--expert-load 8.1: {UP_TO_EIGHT}"),
+        ([*SHARED, "--expert-load", "nan"], f"--expert-load nan: {UP_TO_EIGHT}"),
     ],
 )
 def test_what_is_asked_wrongly(words, said, capsys):
@@ -227,6 +238,30 @@ def test_more_ranks_than_a_node_has_are_told():
     assert all(line.endswith("(advised)") for line in advised)
     assert said.startswith("context  8 ranks split each row") and "a rank has 2 of them or 1" in said
     assert "a node has 4 ranks" in said
+
+
+def test_a_plan_has_the_worst_that_routers_can_do(tmp_path):
+    """In JSON, words and the page; a load changes what is planned, and not what is worst."""
+    words = ("parallel.ep_size=4", "data.max_length=16384", "train.compile=false", "parallel.stage=zero1")
+    recipe, cluster = plan_of("qwen3-30b-a3b", *words, "lora.r=16"), build_cluster("h100", 8)
+    even, loaded = (make_report(recipe, "h100", cluster, expert_load=load) for load in (1.0, 2.5))
+    for report, load, share in ((even, 1, ""), (loaded, 2.5, "2.5 times ")):
+        row = next(each for each in as_json(report)["stages"] if each["stage"] == "zero1")
+        assert row["expert_load"] == load and row["worst_expert_load"]["load"] == 4
+        planned, worst = (size / 1e9 for size in (row["peak_bytes"], row["worst_expert_load"]["peak_bytes"]))
+        assert planned < worst
+        line, *_ = describe_shared(report)
+        told = (
+            f"; a rank with {share}the mean of rows takes {planned:.1f} GB, at worst, with 4 times it, {worst:.1f} GB"
+        )
+        assert line.startswith("experts") and line.endswith(told)
+        assert (", expert load 2.5" in as_table(report).title) == (load > 1)
+    peaks = [report.stages["zero1"].peak.total for report in (even, loaded)]
+    assert peaks[0] < peaks[1] and even.stages["zero1"].worst_peak == loaded.stages["zero1"].worst_peak
+    dense = as_json(report_on(plan_of("smollm2-135m", "data.max_length=2048"), "h100", 8))
+    assert not any("expert_load" in row for row in dense["stages"])
+    write_plan_page(tmp_path / "page.html", loaded)
+    assert f"a rank with 2.5 times the mean of rows takes {planned:.1f} GB" in (tmp_path / "page.html").read_text()
 
 
 def test_the_numbers_of_a_candidate_are_formatted_once():

@@ -17,7 +17,7 @@ BOUND = 0.01  # of a peak
 HIGH = ("ddp", "none", ("lora.r=16", *LONG, *FOUR))
 
 
-def simulated(stage, checkpointing, micros, layers, whole=False, world=WORLD, more=()):
+def simulated(stage, checkpointing, micros, layers, whole=False, world=WORLD, more=(), expert_load=1.0):
     """(simulated peak, kept), (the formula's peak, kept). `whole`: all layers, none by extrapolation. `stage` may be a
     recipe's path, which says all the rest."""
     import shardbook.plan.simulate as simulate
@@ -35,7 +35,7 @@ def simulated(stage, checkpointing, micros, layers, whole=False, world=WORLD, mo
         recipe = simulated_recipe(stage, checkpointing, micros, *more)
         config = with_layers(shape_config(recipe.model, 1024), layers)
     simulate.LAYERS = (layers, layers) if whole else (4, 5)
-    distill, ranks = recipe.distill, World(world, min(8, world))
+    distill, ranks = recipe.distill, World(world, min(8, world), expert_load=expert_load)
     teacher = with_layers(shape_config(distill.model, 1024), TEACHER_LAYERS) if distill.teacher else None
     objective = build_objective(recipe.method, recipe.preference, recipe.distill, recipe.train.router_aux_loss_coef)
     found = simulate.simulate_step(place_model(recipe, ranks, config, teacher), objective.terms)
@@ -97,6 +97,31 @@ def test_sums_of_whole_models(alone, more):
     """Cast one after the other when backward is over; or of several blocks in one buffer."""
     (peak, _), (formula, _) = alone("ddp", "full", 1, 3, False, WORLD, (more,))
     assert formula / peak == pytest.approx(1, abs=1e-3), (formula / GB, peak / GB)
+
+
+@pytest.mark.parametrize(
+    ("stage", "checkpointing", "micros", "world", "ep_size", "load"),
+    [
+        ("zero3", "full", 2, 16, 4, 2.5),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("zero3", "none", 1, 8, 8, 1.5),
+                ("zero3", "none", 1, 8, 8, 8.0),
+                ("zero3", "selective", 3, 16, 2, 2.0),
+                ("zero1", "full", 2, 8, 8, 8.0),
+                ("ddp", "none", 2, 8, 2, 2.0),
+            ]
+        ),
+    ],
+)
+def test_a_rank_whose_experts_are_chosen_more_often(alone, stage, checkpointing, micros, world, ep_size, load):
+    """Up to the worst case, in which all tokens of 2, 4 or 8 ranks go there."""
+    words = (*MOE, f"parallel.ep_size={ep_size}")
+    (peak, _), (formula, _) = alone(stage, checkpointing, micros, 4, True, world, words, load)
+    assert formula / peak == pytest.approx(1, abs=LOOSE), (formula / GB, peak / GB)
+    (even, _), (formula_even, _) = alone(stage, checkpointing, micros, 4, True, world, words)
+    assert peak > even and formula > formula_even
 
 
 @pytest.mark.slow

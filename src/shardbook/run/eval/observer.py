@@ -42,9 +42,12 @@ def evaluate(
     """Returns the loss and metrics of all `held_out` rows, over all ranks. Collective."""
     model, loss_function = sharded.model.eval(), objective.with_totals(held_out.totals, sharded.sum_slices)
     micros = mark_each(eval_micro_batches(held_out, batching), "held-out micro-batch")
+    if load := sharded.expert_load:
+        load.clear()
     terms = (run_forward(sharded, micro, loss_function, ranks.device) for micro in micros)
     sums = objective.add_up(terms, ranks.device)
     sharded.reshard()
     model.train()
     shared = sums / sharded.layout.term_copies(objective.sequences)
-    return dict(zip(objective.names("eval"), sum_over_ranks(*shared.tolist()), strict=True))
+    metrics: Metrics = dict(zip(objective.names("eval"), sum_over_ranks(*shared.tolist()), strict=True))
+    return metrics | (load.metrics("eval", load.sum().cpu()) if load else {})

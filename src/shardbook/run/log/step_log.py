@@ -119,6 +119,7 @@ class Pending:
     done: DeviceEvent
     row: Metrics  # what is known of it already; empty where the step is not logged
     timer: StepTimer | None = None  # of this step and those since the last logged one; None where it is not logged
+    chosen: Tensor | None = None  # of a logged step: the tokens of all ranks that chose each expert
 
 
 class NotFinite(RunFailed):
@@ -173,6 +174,8 @@ class StepLog(contextlib.AbstractContextManager["StepLog"]):
         """Ends a step, of which `run_step` returned `terms`, with the `norm` of its gradients and its learning `rate`:
         sends its numbers to the host, and writes the row of the step before. Call it before gradients are freed: their
         bytes are measured. Raises NotFinite where that step has a number that is not finite. Collective."""
+        load, is_logged = self.sharded.expert_load, is_due(state.step, self.job.recipe.train.logging_steps)
+        chosen = load.sum() if load else None  # before the ledger closes, which has their bytes
         if self.ledger.close():
             self.predicted = self._predict_traffic()
             self.console.show_traffic(self.ledger.traffic, self.predicted)
@@ -182,8 +185,9 @@ class StepLog(contextlib.AbstractContextManager["StepLog"]):
         # a pipeline stage without a loss returns a zero for each of its chunks
         losses = [of_micro[:1] for of_micro in terms if of_micro.ndim]
         values, losses = _send_to_host([sums, norm.view(1)]), _send_to_host([torch.cat(losses)] if losses else [])
-        pending = Pending(state.step, values, losses, DeviceEvent(), {})
-        if is_due(state.step, self.job.recipe.train.logging_steps):
+        chosen = _send_to_host([chosen])[0] if chosen is not None and is_logged else None
+        pending = Pending(state.step, values, losses, DeviceEvent(), {}, chosen=chosen)
+        if is_logged:
             pending.row, pending.timer = self._measure(state, rate), self.timer
             self.timer = StepTimer(began=pending.done)
         self.finish_last()
@@ -216,6 +220,8 @@ class StepLog(contextlib.AbstractContextManager["StepLog"]):
         pending.done.wait()
         numbers, row = self._check(pending, gathers), pending.row
         if pending.timer:  # else the row has only what an evaluation added
+            if self.sharded.expert_load and pending.chosen is not None:
+                row |= self.sharded.expert_load.metrics("train", pending.chosen)
             row = numbers | row | pending.timer.speed(pending.done, self.job.flops, self.ranks.world_size)
         if row:
             self.recorder.log(pending.step, row)

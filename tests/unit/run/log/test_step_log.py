@@ -115,6 +115,7 @@ def build_log(folder, metrics=(), **train):
     sharded = SimpleNamespace(
         model=torch.nn.Module(), offloaded=None, take_metrics=dict, note_routing=lambda: None, take_routing=list
     )
+    sharded.expert_load = None
     ranks = SimpleNamespace(rank=0, world_size=1, ranks_per_node=1, is_main=True, device=CPU)
     optimizer = SimpleNamespace(state={})
     return StepLog(job, run, sharded, optimizer, TrainState(0, 0, {}), ranks, Console(False), StopFlag())
