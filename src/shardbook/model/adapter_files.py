@@ -21,6 +21,7 @@ from shardbook.boxes import local_box
 from shardbook.local_tensors import local_part
 from shardbook.model.adapters import kept_parameters
 from shardbook.model.causal_lm import CausalLM
+from shardbook.model.expert_products import MATRICES
 from shardbook.model.weights import HIGH, HIGH_STACK, LOW, LOW_STACK, MAGNITUDE, SCORE, Shapes, full_tensors
 from shardbook.paths import whole_directory
 from shardbook.recipe import Lora, RecipeError, first_line
@@ -148,8 +149,12 @@ def load_adapter(model: CausalLM, folder: Path, lora: Lora, base: Path, kept_sha
     problems += [f"unexpected {name}" for name in stored.keys() - wanted.keys()]
     both = ((name, list(stored[name].shape), wanted[name]) for name in wanted.keys() & stored.keys())
     problems += [f"{name} has shape {shape}" for name, shape, fitting in both if shape != fitting]
+    stacks = [name for name in settings.get("target_parameters") or [] if name.rpartition(".")[2] in MATRICES]
+    hint = f"; it adapts stacks of experts: set lora.target_parameters={json.dumps(sorted(stacks))}"
     if problems:
-        raise RecipeError(f"{setting}: does not fit ({len(problems)} tensors: {'; '.join(sorted(problems)[:3])})")
+        few = "; ".join(sorted(problems)[:3])
+        more = hint if stacks and not lora.target_parameters else ""
+        raise RecipeError(f"{setting}: does not fit ({len(problems)} tensors: {few}){more}")
     with torch.no_grad():
         for name, parameter in parameters.items():
             whole_update = names.from_file(name, stored[PREFIX + names.in_files(name)])

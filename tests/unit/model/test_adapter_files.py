@@ -87,6 +87,7 @@ def test_peft_finds_each_adapter_of_a_models_text(family, tmp_path, capsys):
 
 
 STACKS = ["experts.gate_up_proj", "experts.down_proj"]
+WITH_STACKS = Lora(r=8, lora_alpha=4, target_parameters=STACKS)
 
 
 @pytest.mark.parametrize(
@@ -122,6 +123,16 @@ def test_peft_finds_the_adapters_of_stacked_experts(family, settings, tmp_path):
             parameter.data.zero_()
     adapter_files.load_adapter(other, tmp_path / "pefts", lora, folder)
     assert torch.equal(last_logits(other), wanted)
+
+
+def test_an_adapter_of_stacks_says_what_it_adapts(tmp_path):
+    folder = write_family(tmp_path / "model", "deepseek_v3")
+    save(adapted(folder, WITH_STACKS), folder, tmp_path / "adapter", WITH_STACKS)
+    without = Lora(r=8, lora_alpha=4)
+    said = said_by(adapter_files.load_adapter, adapted(folder, without), tmp_path / "adapter", without, folder)
+    assert "unexpected base_model.model.model.layers.1.mlp.experts.base_layer.lora_A.weight" in said
+    stacks = '["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]'
+    assert said.endswith(f"; it adapts stacks of experts: set lora.target_parameters={stacks}")
 
 
 def test_a_module_that_peft_takes_for_a_part_of_experts(tmp_path, monkeypatch):
