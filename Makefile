@@ -112,7 +112,7 @@ everything: $(DEV)  ## all that CI leaves out too, but for the whole matrices (m
 # Ranks whose device is a stand-in that keeps CUDA's rules (tests/support/streams.py): its own tests, which TIER=ci has from make
 # test, and these files again; tests/gpu as far as it goes without a GPU.
 STAND_IN := $(if $(TIER),,tests/cuda)
-STREAMED = $(addprefix tests/dist/test_,$(addsuffix .py,offload offload_axes experts qlora generate lora dpo zeropp resume)) tests/gpu/test_moves_cuda.py
+STREAMED = $(addprefix tests/dist/test_,$(addsuffix .py,offload offload_axes experts experts_lora qlora generate lora dpo zeropp resume)) tests/gpu/test_moves_cuda.py
 test-streams: $(DEV)  ## streams, threads, pinned memory and communicators by CUDA's rules, on a CPU
 	$(if $(STAND_IN),$(PYTEST) $(SIDE_BY_SIDE) --dist load -m "" $(STAND_IN))
 	$(PYTEST) $(BY_FILE) --streams $(if $(TIER),-m "not slow and not everything") $(STREAMED)
