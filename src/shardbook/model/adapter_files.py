@@ -198,12 +198,14 @@ def merge(weight: Tensor, low: Tensor, high: Tensor, magnitude: Tensor | None, l
 def merge_stack(weight: Tensor, low: Tensor, high: Tensor, is_transposed: bool, lora: Lora) -> Tensor:
     """Returns the stack of experts, fp32 and its rows those of `weight`, that computes the same as `weight` and its
     update together."""
-    experts = len(low) // lora.r
-    merged = weight.float().unflatten(0, (experts, -1)).clone()
-    for expert, (lower, higher) in enumerate(zip(low.chunk(experts), high.chunk(experts), strict=True)):
-        update = higher.float() @ lower.float()
-        merged[expert] += lora.scaling * (update.T if is_transposed else update)
-    return merged.flatten(0, 1)
+    experts, merged = len(low) // lora.r, torch.empty(weight.shape)
+    stacks = (each.chunk(experts) for each in (merged, weight, low, high))
+    for into, matrix, lower, higher in zip(*stacks, strict=True):
+        if is_transposed:
+            into.copy_(merge(matrix.T, lower, higher, None, lora).T)
+        else:
+            into.copy_(merge(matrix, lower, higher, None, lora))
+    return merged
 
 
 def full_trained(model: nn.Module, kept_shapes: Shapes | None = None) -> Iterator[tuple[str, Tensor]]:

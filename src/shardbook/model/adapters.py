@@ -116,7 +116,7 @@ def pack_blocks(model: CausalLM, dtype: torch.dtype, nested: bool) -> bool:
 
 def apply_lora(model: CausalLM, lora: Lora, frozen: torch.dtype) -> None:
     """Freezes everything, in the dtype `frozen`, but `modules_to_save`, which are trained in the dtype that they had;
-    then adds adapters in that dtype. Raises RecipeError where a name finds no module, or the rank does not fit."""
+    then adds adapters in that dtype. Raises RecipeError where a name finds no module."""
     dtype = model.head.weight.dtype
     targets, stacks, saved = find_targets(model, lora), find_target_stacks(model, lora), find_saved(model, lora)
     for module in model.modules():

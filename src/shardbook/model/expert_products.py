@@ -15,7 +15,7 @@ import transformers.integrations.moe  # noqa: F401  has the operator grouped_mm_
 from torch import Tensor, nn
 
 from shardbook.comm.torch_private import has_values
-from shardbook.model.experts import view_stacks
+from shardbook.model.experts import has_interface, view_stacks
 from shardbook.model.marks import STACKED
 from shardbook.model.nf4 import ABSMAX_END, PACKED_END, pack_parameters, unpack_nf4
 from shardbook.model.weights import HIGH_STACK, LOW_STACK
@@ -97,7 +97,7 @@ def find_expert_stacks(modules: Mapping[str, nn.Module]) -> dict[str, tuple[Any,
     return {
         f"{stem}.{name}": (module, name)
         for stem, module in modules.items()
-        if hasattr(module, "is_transposed")  # set by the interface's decorator
+        if has_interface(module)
         for name in getattr(module, STACKED, {})
         if name in MATRICES
     }

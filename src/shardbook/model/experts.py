@@ -36,6 +36,12 @@ def stack_rows(model: nn.Module) -> dict[str, torch.Size]:
     return family_shapes
 
 
+def has_interface(module: nn.Module) -> bool:
+    """Returns whether a module of experts is behind transformers' interface of them, whose decorator sets
+    `is_transposed`: without it the forward takes other arguments."""
+    return hasattr(module, "is_transposed")
+
+
 def _name_stacks(module: nn.Module) -> None:
     """Says which of a module's own matrices have an expert after another as their rows, as DBRX's have."""
     for experts in [count for name, count in vars(module).items() if name.endswith("num_experts")]:

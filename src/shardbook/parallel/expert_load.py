@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardbook.model.causal_lm import CausalLM
+from shardbook.model.experts import has_interface
 from shardbook.model.marks import STACKED
 from shardbook.parallel.layout import Layout
 
@@ -74,8 +75,7 @@ def count_chosen(module: Any, inputs: Any) -> None:
 def _experts_in(block: nn.Module | None) -> Any:
     """Returns the module of experts in `block`, if it is one whose choices can be counted."""
     stacks = [module for module in block.modules() if getattr(module, STACKED, None)] if block else []
-    # transformers' decorator of experts sets is_transposed: without it a forward takes other arguments
-    counted = [module for module in stacks if hasattr(module, "is_transposed")]
+    counted = [module for module in stacks if has_interface(module)]
     return counted[0] if len(counted) == 1 else None
 
 

@@ -30,6 +30,7 @@ from shardbook.model.expert_products import (
     has_own_products,
     sort_by_expert,
 )
+from shardbook.model.experts import has_interface
 from shardbook.model.marks import STACKED
 from shardbook.recipe import RecipeError
 
@@ -150,8 +151,7 @@ def apply_expert_parallel(model: CausalLM, size: int) -> None:
     module: Any
     for module in stacks:
         parameters = dict(module.named_parameters())
-        # transformers' decorator of experts sets is_transposed: without it a forward takes other arguments
-        if not hasattr(module, "is_transposed") or any(
+        if not has_interface(module) or any(
             "." in name or len(parameter) % module.num_experts for name, parameter in parameters.items()
         ):
             raise RecipeError(

@@ -1,4 +1,4 @@
-"""What is computed once of a layout, however often it is asked: a plan asks thousands of times."""
+"""A cache holds what functions compute of a layout: a plan asks for one value thousands of times."""
 
 from collections.abc import Callable
 from functools import wraps
