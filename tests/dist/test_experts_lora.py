@@ -451,21 +451,33 @@ def test_a_dense_model_has_no_stacks(recipe, tiny):
 
 def test_the_start_says_how_many_numbers_of_the_whole_model_are_trained(recipe, tmp_path):
     """Not of a rank, which has half of the experts."""
+    folder = write_base(tmp_path, "mixtral", True)
+    text = summary_of(place(recipe, folder / "model", 2, [*words_of(SETTINGS, folder / "adapter"), EP, FOUR]))
+    trained = sum(parameter.numel() for parameter in peft_parameters(folder))
+    assert f"; {trained:,} of them trained, the others at rest in fp32, matrices of blocks in four bits " in text
+
+
+@pytest.mark.parametrize("family", ["dbrx", "jetmoe"])
+def test_the_start_says_which_experts_are_not_in_four_bits(family, recipe, tmp_path):
+    folder = write_family(tmp_path, family, **WIDE, d_model=64)
+    text = summary_of(place(recipe, folder, 1, ["lora.r=8", FOUR]))
+    assert "matrices of blocks in four bits but for experts, which are not behind transformers' interface" in text
+
+
+def summary_of(placed) -> str:
+    """The effective layout, as the start of a run shows it."""
     from types import SimpleNamespace
 
     from rich.console import Console
 
     from shardbook.run.job_summary import describe_layout
 
-    folder = write_base(tmp_path, "mixtral", True)
-    placed = place(recipe, folder / "model", 2, [*words_of(SETTINGS, folder / "adapter"), EP, FOUR])
     facts = {key: getattr(placed, key) for key in ("layout", "recipe", "config", "model", "attention")}
     batching, loader = SimpleNamespace(dp_size=2, batch_size=1), SimpleNamespace(accumulation=1, rows_per_step=2)
     job = SimpleNamespace(**facts, peak=None, batching=batching, loader=loader, steps=1, no_plan_reason="not asked")
-    console = Console(width=200, file=io.StringIO())
+    console = Console(width=300, file=io.StringIO())
     console.print(describe_layout(job))
-    trained = sum(parameter.numel() for parameter in peft_parameters(folder))
-    assert f"; {trained:,} of them trained, the others at rest in fp32, matrices" in console.file.getvalue()
+    return console.file.getvalue()
 
 
 def peft_parameters(folder):

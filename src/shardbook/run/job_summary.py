@@ -5,6 +5,8 @@ from rich.table import Table
 from shardbook.comm.versions import describe_newer
 from shardbook.memory.host_state import offloaded_bytes
 from shardbook.model.attention import PLAIN
+from shardbook.model.expert_products import is_packed
+from shardbook.model.marks import STACKED
 from shardbook.model.selfcheck import check_family
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.mesh import describe_sizes
@@ -66,7 +68,8 @@ def describe_layout(job: Job) -> Table:
     count = sum(unit.parameters for unit in units)
     is_part = any(not placed.trained for placed in placements)
     at_rest = precision.frozen + ", matrices of blocks in four bits" * job.recipe.model.load_in_4bit
-    if job.recipe.model.load_in_4bit and any(name in layout.placements for name in job.model.files.stacked):
+    stacks = [module for module in job.model.modules() if getattr(module, STACKED, None)]
+    if job.recipe.model.load_in_4bit and not all(map(is_packed, stacks)):
         at_rest += " but for experts, which are not behind transformers' interface of them"
     frozen = f"; {trained:,} of them trained, the others at rest in {at_rest}" * (is_part and job.recipe.lora.r > 0)
     of_first = " in the layers of the first rank, as all that follows" * bool(stages)
