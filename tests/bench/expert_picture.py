@@ -7,9 +7,9 @@ from parallel_pictures import DOCS, box, line, page, text
 
 EP, EXPERTS, RANKS = 2, 8, 4
 TOP, HIGH = 92, 84
-# of each rank: for which of the two ranks of its group each of its rows is, one row a token and chosen expert
+# of each rank: for which of the two ranks of its group each copy of its tokens is, one for each rank with experts of it
 ROWS = ((0, 1, 1, 0, 1, 0), (1, 1, 0, 1, 0, 1), (0, 0, 1, 0, 1, 1), (1, 0, 0, 1, 0, 0))
-KINDS = ("f0", "b0")  # of rows for the first rank of a group, and for the second
+KINDS = ("f0", "b0")  # of copies for the first rank of a group, and for the second
 
 
 def middle(rank: int) -> int:
@@ -41,8 +41,8 @@ def draw() -> list[str]:
     heads = (
         (150, "kept"),
         (374, "gathered while it runs"),
-        (600, "rows of its tokens"),
-        (836, "rows that it computes"),
+        (600, "copies of its tokens"),
+        (836, "tokens that it computes"),
     )
     drawn += [text(x, 62, said, "d", 13, "middle") for x, said in heads]
     for rank in range(RANKS):
@@ -55,7 +55,10 @@ def draw() -> list[str]:
             drawn += [line("tp", (678, middle(rank)), (742, middle(other)))]
     y = TOP + HIGH * RANKS + 4
     drawn += [line("dp_shard", (76, y), (106, y)), text(114, y + 4, "edp_shard: gathers of experts, and reductions")]
-    drawn += [line("tp", (530, y), (560, y)), text(568, y + 4, "ep: rows to the ranks of their experts, and back")]
+    drawn += [
+        line("tp", (530, y), (560, y)),
+        text(568, y + 4, "ep: a token once to each rank of its experts, and a sum back"),
+    ]
     return drawn
 
 

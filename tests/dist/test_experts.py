@@ -128,7 +128,7 @@ def choose_one_rank(tensors):
 
 
 def run_noting(*given):
-    """Returns what `run_cases` does, and the rows that this rank's experts received, as the steps noted them."""
+    """Returns what `run_cases` does, and what this rank sent and received in dispatches, as the steps noted it."""
     from shardbook.parallel.sharding import ShardedModel
 
     real, noted = ShardedModel.take_routing, []
@@ -156,10 +156,11 @@ def test_a_rank_whose_experts_nobody_chooses(recipe, tiny, tmp_path):
     steps = [(ours, theirs) for ours, theirs in zip(noted, others, strict=True) if ours or theirs]
     assert len(steps) == len(STARVED)  # the first step of each
     for ours, theirs in steps:
-        assert all(rows > 0 for rows in (*ours[0::2], *theirs[1::2]))
-        assert not any(rows for rows in (*ours[1::2], *theirs[0::2]))
-        # the worst that a plan knows: two choices of each of 128 tokens, of two ranks; the mean is half of it
-        assert {*ours[0::2], *theirs[1::2]} == {2 * 128 * 2}
+        for here, elsewhere in (ours[0::2], theirs[0::2]), (theirs[1::2], ours[1::2]):
+            assert not any(rows for splits in elsewhere for rows in splits.tokens_received + splits.choices_received)
+            # the worst that a plan knows: all choices of each of 128 tokens, of two ranks; the mean is half of it
+            assert all(splits.tokens_received == [128] * 2 for splits in here)
+            assert all(splits.choices_received == [2 * 128] * 2 for splits in here)
     layout = place(recipe, tmp_path / "model", 2, [EP]).layout
     assert layout.most_expert_load * 128 * 2 == 2 * 128 * 2
     for gradients in (outcomes_of(case, tmp_path)[0].result.gradients for case in STARVED):
@@ -198,28 +199,15 @@ def gradient_divided_by_ranks():
 @planted_in(CASES[1], "weight model.layers.*gate.weight")
 def routing_weights_have_no_gradient():
     """Routers learn nothing. Loss exact in the first step."""
-    from shardbook.parallel import experts
+    from shardbook.parallel.experts import ExchangeChoices
 
-    real = experts.run_experts
-    experts.run_experts = lambda module, hidden, ids, weights: real(module, hidden, ids, weights.detach())
-
-
-@planted_in(CASES[1], "gradient of")
-def rows_return_in_the_order_of_experts():
-    """By the order in place of its inverse."""
-    from shardbook.parallel import experts
-
-    real = experts.Permute
-
-    class Permute:
-        apply = staticmethod(lambda rows, order, inverse: real.apply(rows, inverse, order))
-
-    experts.Permute = Permute
+    real = ExchangeChoices.backward
+    ExchangeChoices.backward = staticmethod(lambda ctx, *given: (0 * real(ctx, *given)[0], None, None, None))
 
 
-@planted_in(CASES[1], "gradient of")
-def gradients_return_in_the_order_of_experts():
-    """In backward alone: loss exact in the first step."""
+@planted_in(CASES[1], "weight model.layers.*gate.weight")
+def gradients_of_weights_return_in_the_order_of_experts():
+    """In backward alone, by the order in place of its inverse: loss exact in the first step."""
     from shardbook.parallel import experts
 
     real = experts.Permute.forward
@@ -233,8 +221,47 @@ def gradients_return_in_the_order_of_experts():
 
 
 @planted_in(CASES[1], "gradient of|weight")
-def counts_of_the_block_before():
-    """Every second block sends as many rows to each rank as the one before it."""
+def weights_go_out_in_the_order_of_tokens():
+    """Each expert has weights of other choices."""
+    from shardbook.parallel import experts
+
+    class Permute:
+        apply = staticmethod(lambda rows, order, inverse: rows * 1)
+
+    experts.Permute = Permute
+
+
+@planted_in(CASES[1], "gradient of")
+def a_token_has_the_gradient_of_its_first_rank():
+    """Backward takes a token's first copy, not all. Loss exact in the first step."""
+    from shardbook.parallel import dispatch
+
+    real = dispatch.CopyRows.backward
+
+    def backward(ctx, grad_output):
+        ids, order, starts = ctx.saved_tensors
+        return (grad_output[order[starts]] if len(ids) else real(ctx, grad_output)[0]), None, None, None
+
+    dispatch.CopyRows.backward = staticmethod(backward)
+
+
+@planted_in(CASES[1], "gradient of")
+def choices_of_another_rank_begin_at_zero():
+    """The choices of each rank's tokens are taken for those of the first rank's."""
+    from shardbook.parallel.experts import EPGroup
+
+    real = EPGroup.route
+
+    def route(group, ids, experts):
+        found = real(group, ids, experts)
+        return found._replace(starts=torch.zeros_like(found.starts))
+
+    EPGroup.route = route
+
+
+@planted_in(CASES[1], "gradient of|weight")
+def routing_of_the_block_before():
+    """Every second block sends tokens where the one before it sent them."""
     from shardbook.parallel.experts import EPGroup
 
     real, made = EPGroup.route, []
@@ -246,11 +273,25 @@ def counts_of_the_block_before():
         made.append(found)
         if len(made) % 2:
             return found
-        if group.received:  # what it takes for its own
-            group.received[-1] = sum(made[-2].output_splits)
+        if group.noted:  # what it takes for its own
+            group.noted[-1] = made[-2].splits
         return made[-2]
 
     EPGroup.route = route
+
+
+@planted_in(CASES[0], "traffic: measured")
+def copies_counted_as_choices():
+    """The plan sends a token to each of its experts, not once to each rank that has some."""
+    from shardbook.plan import block_traffic
+
+    real = block_traffic.expert_exchanges
+
+    def expert_exchanges(layout, config, tokens, routing):
+        all_of = [splits._replace(tokens_sent=splits.choices_sent) for splits in routing]
+        return real(layout, config, tokens, all_of)
+
+    block_traffic.expert_exchanges = expert_exchanges
 
 
 @planted_in(CASES[1], "weight model.layers.*experts")

@@ -23,7 +23,7 @@ class Record:
 
     events: list[Happened] = field(default_factory=list)
     plan: Callable[[list[int]], dict[str, list[Happened]]] | None = None  # what it lists, given the rows of experts
-    received: list[int] = field(default_factory=list)
+    routing: list[Any] = field(default_factory=list)
     layout: Any = None
     is_open: bool = False
 
@@ -72,9 +72,9 @@ class Record:
             self.plan = partial(planned, job, rank, job.loader.step_at(job.loader.consumed_rows))
             return []
 
-        def take_routing(sharded: Any) -> list[int]:
-            self.received = real_routing(sharded)
-            return self.received
+        def take_routing(sharded: Any) -> list[Any]:
+            self.routing = real_routing(sharded)
+            return self.routing
 
         real_routing = ShardedModel.take_routing
         spies = {describe_job: describe, Ledger: self.ledger(Ledger)}
@@ -92,7 +92,7 @@ class Record:
     def differences(self) -> dict[str, str]:
         """Where what happened parts from the plan's list, and from one with a mistake, by its name."""
         assert self.plan, "no run was described"
-        return {name: first_difference(self.events, listed) for name, listed in self.plan(self.received).items()}
+        return {name: first_difference(self.events, listed) for name, listed in self.plan(self.routing).items()}
 
     @contextlib.contextmanager
     def watch(self):
@@ -129,13 +129,13 @@ class Record:
             FSDPParamGroup.reshard, HostAdamW.gather, HostAdamW.receive, HostAdamW.step = real
 
 
-def planned(job: Any, rank: int, micros: list[Any], received: list[int]) -> dict[str, list[Happened]]:
+def planned(job: Any, rank: int, micros: list[Any], routing: list[Any]) -> dict[str, list[Happened]]:
     """The same by the plan, under no name; and as it would be with a mistake, by name."""
     from shardbook.plan.block_traffic import read_inside
     from shardbook.plan.events import step_events
 
     layout, recipe = job.layout, job.recipe
-    inside = read_inside(layout, job.config, recipe, rank, lambda: micros, received)
+    inside = read_inside(layout, job.config, recipe, rank, lambda: micros, routing)
     words = recipe.train.gradient_accumulation_steps, recipe.optim.name, recipe.forwards_per_micro, rank, inside
     deeper = layout.parallel.model_copy(update={"backward_prefetch": layout.backward_prefetch + 1})
     layouts = {

@@ -1,15 +1,15 @@
 """Expert parallel: the experts of each block split over neighbouring data ranks, and tokens sent to where theirs lie.
 
 GShard's exchange (Lepikhin et al., arXiv 2006.16668, section 3.2) without its capacity: no token is dropped. Invariant:
-a router's weights are applied where a token came from, and an expert sums the gradients of all tokens of its ep group,
-so nothing is divided. What an expert computes is transformers' own implementation, called with this rank's experts:
-no family is named. Applied on the meta device, before checkpointing, compile and stage.
+an expert sums the gradients of all tokens of its ep group, so nothing is divided. What an expert computes is
+transformers' own implementation, called with this rank's experts: no family is named. Applied on the meta device,
+before checkpointing, compile and stage. What is sent: dispatch.py.
 """
 
 from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,30 +20,15 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from shardbook.axes import EP
 from shardbook.comm.collectives import AllToAll
-from shardbook.comm.torch_private import has_values, in_backward, slots_of
+from shardbook.comm.torch_private import in_backward, slots_of
 from shardbook.model.causal_lm import CausalLM
-from shardbook.model.expert_products import (
-    Permute,
-    ToRows,
-    compute_experts,
-    count_rows,
-    has_own_products,
-    sort_by_expert,
-)
+from shardbook.model.expert_products import Permute, compute_experts, has_own_products
 from shardbook.model.experts import has_interface
 from shardbook.model.marks import STACKED
+from shardbook.parallel.dispatch import CopyRows, ExchangeChoices, Routing, Splits, SumRows, make_segments, route
 from shardbook.recipe import RecipeError
 
 COMPUTE = "grouped_mm"  # transformers' implementation by products of all experts; one without rows gets a gradient too
-COUNT_BYTES = 8  # of the number of an expert's rows
-
-
-class Routing(NamedTuple):
-    """Where the rows of a dispatch go: one row for each token and expert that it chose."""
-
-    input_splits: list[int]  # rows that this rank sends to each rank along ep
-    output_splits: list[int]  # rows that it receives from each
-    local_ids: Tensor  # of each received row: which of this rank's experts it chose
 
 
 @dataclass(eq=False)
@@ -59,33 +44,24 @@ class EPGroup:
         rank 2    half of e0-e3      e0 to e3      of e4-e7 to rank 3     2 3            rank 0
         rank 3    half of e4-e7      e4 to e7      of e0-e3 to rank 2     2 3            rank 1
 
-    Under zero3 rank 0 gathers e0 to e3 with rank 2, and reduces their gradients with it. The rows of a rank's tokens go
-    out (dispatch), through the experts, and come back (combine); in backward their gradients do.
+    Under zero3 rank 0 gathers e0 to e3 with rank 2, and reduces their gradients with it. A token whose two experts are
+    of one rank goes there once. Tokens go out (dispatch), through the experts, and their weighted sums come back
+    (combine); in backward their gradients do.
     """
 
     size: int
     process_group: dist.ProcessGroup | None = None
-    # while it is a list: the rows that this rank received in each forward of a block, in order
-    received: list[int] | None = None
-    load: float = 1.0  # of a plan: the rows that this rank receives, as a multiple of those that it sends
+    # while it is a list: what this rank sent and received in each forward of a block, in order
+    noted: list[Splits] | None = None
+    load: float = 1.0  # of a plan: the choices that this rank receives, as a multiple of those that it sends
 
     def route(self, ids: Tensor, experts: int) -> Routing:
-        """Returns where rows go that chose these `ids` [rows], of so many `experts`. Collective along ep; it waits for
-        the device once, for the number of rows."""
-        counts = count_rows(ids, experts)
-        received = torch.empty_like(counts)
-        dist.all_to_all_single(received, counts, group=self.process_group)
-        of_ranks = torch.stack([counts.view(self.size, -1).sum(1), received.view(self.size, -1).sum(1)])
-        if has_values(of_ranks):
-            input_splits, output_splits = of_ranks.tolist()
-        else:  # a plan's: every rank's experts are chosen as often, and this rank's `load` times that
-            counts_of_all = divmod(len(ids), self.size), divmod(round(self.load * len(ids)), self.size)
-            input_splits, output_splits = ([n + (r < more) for r in range(self.size)] for n, more in counts_of_all)
-        rows = sum(output_splits)
-        if self.received is not None and not in_backward():
-            self.received.append(rows)
-        local_ids = torch.arange(experts // self.size, device=ids.device).repeat(self.size)
-        return Routing(input_splits, output_splits, local_ids.repeat_interleave(received, output_size=rows))
+        """Returns where tokens go that chose the experts `ids` [tokens, chosen], of so many in a block. Collective
+        along ep; it waits for the device once."""
+        routing = route(ids, experts, self, self.load)
+        if self.noted is not None and not in_backward():
+            self.noted.append(routing.splits)
+        return routing
 
 
 class RankExperts:
@@ -106,17 +82,20 @@ def run_experts(module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Te
     """Returns what the experts of all ranks make of `hidden` [n, D], whose tokens chose the experts `ids` [n, chosen]
     with `weights` [n, chosen]. Collective along ep."""
     group: EPGroup = module.ep_group
-    chosen, flat = ids.shape[1], ids.flatten()
-    order, inverse = sort_by_expert(flat)  # which is by rank
-    routing = group.route(flat, module.num_experts)
-    sent = ToRows.apply(hidden, order, inverse, chosen)
-    rows = AllToAll.apply(sent, routing.input_splits, routing.output_splits, group)
+    routing = group.route(ids, module.num_experts)
+    splits = routing.splits
+    choices = Permute.apply(weights.flatten(), routing.order, routing.inverse).float(), routing.places
+    received, places = ExchangeChoices.apply(*choices, splits, group)
+    copies = CopyRows.apply(hidden, *routing.copies)
+    tokens = AllToAll.apply(copies, splits.tokens_sent, splits.tokens_received, group)
+    of_tokens = make_segments(places + routing.starts, len(tokens))
+    rows = CopyRows.apply(tokens, *of_tokens)
     local, ones = RankExperts(module, module.num_experts // group.size), rows.new_ones(len(rows), 1)
     compute = compute_experts if has_own_products(module) else ALL_EXPERTS_FUNCTIONS[COMPUTE]
-    output = compute(local, rows, routing.local_ids[:, None], ones)
-    returned = AllToAll.apply(output, routing.output_splits, routing.input_splits, group)
-    weighted = Permute.apply(returned, inverse, order) * weights.flatten()[:, None]
-    return weighted.unflatten(0, (-1, chosen)).sum(1).to(hidden.dtype)
+    output = compute(local, rows, routing.local_ids[:, None], ones) * received.to(weights.dtype)[:, None]
+    sums = SumRows.apply(output, *of_tokens).to(hidden.dtype)
+    returned = AllToAll.apply(sums, splits.tokens_received, splits.tokens_sent, group)
+    return SumRows.apply(returned, *routing.copies)
 
 
 @cache

@@ -23,6 +23,7 @@ from shardbook.comm.zeropp_collectives import QuantizedAllGather, QuantizedReduc
 from shardbook.local_tensors import local_part
 from shardbook.parallel.byte_gather import gather_bytes
 from shardbook.parallel.context import set_cp_group
+from shardbook.parallel.dispatch import Splits
 from shardbook.parallel.expert_load import ExpertLoad, build_expert_load
 from shardbook.parallel.experts import EPGroup, find_experts, place_experts
 from shardbook.parallel.layout import Layout
@@ -82,17 +83,17 @@ class ShardedModel:
         return self.offloaded.take_metrics() if self.offloaded else {}
 
     def note_routing(self) -> None:
-        """Has dispatches note from now on, until `take_routing`, how many rows this rank's experts receive."""
+        """Has dispatches note from now on, until `take_routing`, how many rows this rank sends and receives."""
         if self.ep_group:
-            self.ep_group.received = []
+            self.ep_group.noted = []
 
-    def take_routing(self) -> list[int]:
-        """Returns the rows that this rank's experts received, of each block with experts in each forward, in order;
+    def take_routing(self) -> list[Splits]:
+        """Returns what this rank sent and received in dispatches, of each block with experts in each forward, in order;
         empty without ep."""
-        received = self.ep_group.received if self.ep_group else None
+        noted = self.ep_group.noted if self.ep_group else None
         if self.ep_group:
-            self.ep_group.received = None
-        return received or []
+            self.ep_group.noted = None
+        return noted or []
 
     def upload_shards(self) -> None:
         """Copies weights that were just loaded into `masters` to where they are used."""

@@ -17,7 +17,7 @@ from shardbook.model.attention import head_size
 from shardbook.model.flops import experts_per_token
 from shardbook.model.routers import BALANCE_NUMBERS
 from shardbook.parallel.context import own_heads, partition_heads
-from shardbook.parallel.experts import COUNT_BYTES
+from shardbook.parallel.dispatch import CHOICE_BYTES, COUNT_BYTES, WEIGHT_BYTES, Splits, plan_splits
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.schedule import bubble, in_flight
 from shardbook.plan.events import BlockTraffic, Collectives
@@ -37,22 +37,23 @@ def read_inside(
     recipe: Recipe,
     rank: int = 0,
     micros_of: Micros | None = None,
-    received: Sequence[int] = (),
+    routing: Sequence[Splits] = (),
 ) -> list[BlockTraffic]:
     """Returns what the global `rank` sends along tp, cp, ep and pp inside the passes of each micro-batch of the step
     that `micros_of` makes; None: rows are full, and every token but the first of each sequence is trained. Empty
     without tp, cp, ep, pp and routers that are balanced.
 
-    `received`: the rows of tokens that the rank's experts received, of each block with experts in each micro-batch, in
-    order; empty: `layout.expert_load` times as many as where each expert is chosen as often.
+    `routing`: the rows that the rank sent to experts and received for its own, of each block with experts in each
+    micro-batch, in order; empty: as where each expert is chosen as often, but the rank's `layout.expert_load` times
+    that.
     """
     is_alone = layout.tp_size == layout.cp_size == layout.pipeline.ranks == layout.ep_size == 1
     if is_alone and not layout.balanced:
         return []
     if micros := micros_of() if micros_of else None:
         sizes = [(m.input_ids.numel(), sum(m.trained), len(m.trained)) for m in micros]
-        rows = rows_of_micros(layout, received, len(sizes))
-        return [_inside(layout, config, recipe, rank, *size, of) for size, of in zip(sizes, rows, strict=True)]
+        routing_of = routing_of_micros(layout, routing, len(sizes))
+        return [_inside(layout, config, recipe, rank, *size, of) for size, of in zip(sizes, routing_of, strict=True)]
     tokens, sequences = recipe.micro_tokens, recipe.micro_tokens // recipe.data.max_length
     full = tokens // layout.cp_size, (tokens - sequences) // layout.cp_size, sequences
     return [_inside(layout, config, recipe, rank, *full)] * recipe.train.gradient_accumulation_steps
@@ -66,7 +67,7 @@ def _inside(
     tokens: int,
     trained: int,
     sequences: int,
-    received: Sequence[int] = (),
+    routing: Sequence[Splits] = (),
 ) -> BlockTraffic:
     """Returns what a micro-batch of `tokens`, `trained` of them trained, in so many `sequences`, sends.
 
@@ -114,44 +115,45 @@ def _inside(
             sends(gather, *loss_gathers, slice_sum, counts),
             sends(*loss_gathers * recipe.recomputes_logits, scatter),
         ),
-        experts=expert_exchanges(layout, config, tokens, received),
+        experts=expert_exchanges(layout, config, tokens, routing),
         beside=beside,
         stream_bytes=of_tokens // tp_size,
     )
 
 
-def rows_of_micros(layout: Layout, received: Sequence[int], micros: int) -> list[list[int]]:
-    """Returns of each of `micros` micro-batches what its part of `received` is, in the order of blocks."""
-    rows, left = [list[int]() for _ in range(micros)], iter(received)
+def routing_of_micros(layout: Layout, routing: Sequence[Splits], micros: int) -> list[list[Splits]]:
+    """Returns of each of `micros` micro-batches what its part of `routing` is, in the order of blocks."""
+    parts, left = [list[Splits]() for _ in range(micros)], iter(routing)
     counts = [len(chunk.expert_units) for chunk in layout.chunks]
-    for action in layout.pipeline.actions(micros) if received else ():
+    for action in layout.pipeline.actions(micros) if routing else ():
         if action.is_forward:
-            rows[action.micro] += islice(left, counts[action.chunk])
-    return rows
+            parts[action.micro] += islice(left, counts[action.chunk])
+    return parts
 
 
 def expert_exchanges(
-    layout: Layout, config: PreTrainedConfig, tokens: int, received: Sequence[int]
+    layout: Layout, config: PreTrainedConfig, tokens: int, routing: Sequence[Splits]
 ) -> tuple[tuple[Collectives, Collectives, Collectives], ...]:
-    """Returns what experts exchange along ep, for `tokens` of this rank of which each goes to as many experts as its
-    router chooses: in forward, in backward, and in the backward of a block that runs again. One for each block's
-    `received` rows; one for all where there are none, and each receives `layout.expert_load` times as many as it sends.
-    Forward sends how many rows each expert gets, these rows, and what became of them back."""
+    """Returns what experts exchange along ep, for `tokens` of this rank: in forward, in backward, and in the backward
+    of a block that runs again. One for each block's `routing`; one for all where there is none.
+    Forward sends numbers of rows, choices, tokens, and sums of what experts made of these back."""
     if not layout.expert_units:
         return ()
     axis, row_bytes = (
         layout.counted_axis(layout.expert_units[0], EP),
         config.hidden_size * layout.dtype("params").itemsize,
     )
-    sent = tokens * experts_per_token(config)
+    even = tokens, experts_per_token(config), layout.experts, layout.ep_size, layout.expert_load
 
     def exchanges(*sizes: int) -> Collectives:
         return tuple(("all_to_all", axis, size) for size in sizes)
 
     of_blocks = []
-    for rows in received or [round(sent * layout.expert_load)]:
-        backward = exchanges(sent * row_bytes, rows * row_bytes)
-        forward = exchanges(layout.experts * COUNT_BYTES) + backward
+    for splits in routing or [plan_splits(*even)]:
+        sent, received, choices_sent, choices_received = map(sum, splits)
+        rows = exchanges(sent * row_bytes, received * row_bytes)
+        forward = exchanges((layout.experts + layout.ep_size) * COUNT_BYTES, choices_sent * CHOICE_BYTES) + rows
+        backward = rows + exchanges(choices_received * WEIGHT_BYTES)
         of_blocks.append((forward, backward, forward + backward))
     return tuple(of_blocks)
 
@@ -213,11 +215,11 @@ def describe_experts(
     )
     if layout.stage.reshard_after_forward and layout.expert_units:  # a pipeline stage may have none
         itemsize, reduce = layout.dtype("params").itemsize, layout.dtype("reduce").itemsize
-        unit = layout.expert_units[0]
+        unit, many = layout.expert_units[0], recipe.micro_tokens
         gathered = (2 * unit.numel * itemsize + unit.padded_numel(1, trained_only=True) * reduce) * layout.ep_size
-        exchanges = 6 if recipe.activation.kind not in ("none", "budget") else 4
-        row_bytes = experts_per_token(config) * config.hidden_size * itemsize
-        even = gathered // (exchanges * row_bytes)
+        forward, backward, recompute = expert_exchanges(layout, config, many, ())[0]
+        passes = forward + (recompute if recipe.activation.kind not in ("none", "budget") else backward)
+        even = gathered * many // sum(payload for _, _, payload in passes)
         sentence += f"; fewer bytes than gathering all of them while a micro-batch of a rank has under {even:,} tokens"
     if (node := layout.ranks_per_node) % layout.ep_size:
         sentence += f"; slow: a node has {node} ranks, and tokens go between nodes in every block"

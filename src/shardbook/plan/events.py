@@ -19,7 +19,7 @@ from shardbook.comm.quantize import buffer_bytes
 from shardbook.optim.muon import WIRE_BYTES
 from shardbook.optim.table import OPTIMIZERS
 from shardbook.parallel.buckets import bucket_units
-from shardbook.parallel.experts import COUNT_BYTES
+from shardbook.parallel.dispatch import COUNT_BYTES
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.per_layout import cached_per_layout
 from shardbook.parallel.schedule import Action
