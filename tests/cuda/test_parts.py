@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import Case, assert_exact_bytes, assert_parity, groups_of_reductions, outcomes_of, reference_of, run_cases
 from cuda_stand_in import on_cuda
+from families import write_family
 from pipeline_cases import deep
 from tensor_cases import write_models
 from torch.distributed.fsdp import FSDPModule
@@ -202,12 +203,29 @@ def sums_come_back_unawaited():
     pipeline.sum_in_place = sum_in_place
 
 
+def exchanges_are_not_awaited():
+    """Tokens go through experts while they are still under way."""
+    from planted import replace
+
+    from shardbook.comm.collectives import all_to_all
+
+    def launch(sent, input_splits, output_splits, ranks):
+        received = sent.new_empty(sum(output_splits), *sent.shape[1:])
+        given = received, sent.contiguous(), output_splits, input_splits
+        torch.distributed.all_to_all_single(*given, group=ranks.process_group, async_op=True)
+        return received
+
+    replace(all_to_all, launch)
+
+
 OFFLOAD = ("offload.optimizer=cpu", "train.gradient_accumulation_steps=2")
+EP = "parallel.ep_size=2"
 PLANTED = {
     asks_before: (2, "a launch waits for a receive", ("parallel.pp_size=2", "parallel.pipeline_schedule=gpipe")),
     connects_late: (2, "waits in its first", ("parallel.pp_size=2", "parallel.pipeline_schedule=gpipe")),
     gradients_are_not_held: (2, "takes memory on", OFFLOAD),
     sums_come_back_unawaited: (2, "reads (8288,)", (*OFFLOAD, "parallel.pp_size=2")),
+    exchanges_are_not_awaited: (2, "wrote, and never waited for it", (EP,)),
     a_thread_without_a_device: (1, "set no device", (*OFFLOAD, "offload.params=cpu")),
     rates_of_pageable_memory: (1, "not pinned", ("optim.name=adamw_bf16",)),
     slots_are_read_into_at_once: (1, "the disk on thread", ("offload.optimizer=nvme",)),
@@ -225,6 +243,7 @@ def test_a_planted_bug_is_found(plant, recipe, tmp_path):
     world, said, words = PLANTED[plant]
     words = [str(recipe), f"run.name={plant.__name__}", "train.steps=3", "train.eval_steps=0", *FP32, *words]
     words += [f"offload.path={tmp_path}"] * ("offload.optimizer=nvme" in words)
+    words += [f"model.path={write_family(tmp_path / 'model', 'mixtral')}"] if EP in words else []
     try:
         found = run_world(world, on_cuda, train_with, plant, words)
     except AssertionError as error:

@@ -123,19 +123,19 @@ def route(ids: Tensor, experts: int, ranks: RanksOfTokens, load: float) -> Routi
     counts = torch.cat([count_rows(flat, experts).view(-1, each), is_sent.sum(0)[:, None]], 1)
     received = torch.empty_like(counts)
     dist.all_to_all_single(received, counts, group=ranks.process_group)
+    # copies by rank, in the order of tokens, and behind them the pairs of a rank and a token that are none
+    by_rank = (1 - is_sent).T.flatten().argsort(stable=True)  # asked for before the host waits
     of_ranks = [of for both in (counts, received) for of in (both[:, -1], both[:, :-1].sum(1))]
     if has_values(counts):
         tokens_sent, choices_sent, tokens_received, choices_received = torch.stack(of_ranks).tolist()
         splits = Splits(tokens_sent, tokens_received, choices_sent, choices_received)
     else:
         splits = plan_splits(tokens, chosen, experts, ranks.size, load)
-    # tokens by rank: where one goes first, in their order
-    by_rank = (1 - is_sent).T.flatten().argsort(stable=True)[: sum(splits.tokens_sent)]
     rows, of_tokens = sum(splits.choices_received), received[:, -1]
     local_ids = torch.arange(each, device=ids.device).repeat(ranks.size)
     return Routing(
         splits,
-        make_segments(by_rank % tokens, tokens),
+        make_segments(by_rank[: sum(splits.tokens_sent)] % tokens, tokens),
         order,
         inverse,
         places.to(torch.int32),

@@ -163,8 +163,8 @@ def test_experts_that_ranks_share_are_neither_gathered_nor_kept_whole():
 def test_a_rank_receives_as_many_times_the_mean_of_rows_as_it_is_asked_for():
     """Of T tokens, each to K of E experts, on ep ranks: the mean is T K choices, at worst ep T min(K, E / ep). Of a
     choice are kept its token, what gate and up make of it, their silu and product, its result, its weight, one of 1,
-    and four numbers of 8 bytes; of a token one. The sum of a token's results goes back, and its gradient comes; of a choice
-    the gradient of its weight. A choice takes 2 FLOPs for each number of an expert, and in backward 4."""
+    and four numbers of 8 bytes; of a token one. The sum of a token's results goes back, and its gradient comes; of a
+    choice the gradient of its weight. A choice takes 2 FLOPs for each number of an expert, and in backward 4."""
     cluster, tokens, chosen, size, inner = build_cluster("h100", 8), 4096, 8, 2048, 768
     words = (EAGER, "activation.checkpointing=none", "parallel.stage=zero3", f"data.max_length={tokens}")
 
