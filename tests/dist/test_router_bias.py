@@ -27,14 +27,17 @@ from cases import (
 from families import write_family
 from planted import replace
 from safetensors.torch import load_file
+from test_balance import place
 from test_damage import flip
 from test_expert_load import EP, UNPACKED, Choices
+from tiny import said_by
 from traced import traced
 from world import losses, metrics, run_train, run_world, train_rank
 
 from shardbook.cli import main
 from shardbook.run.checkpoint.format import read_stored, verify
 from shardbook.run.checkpoint.load import read_parameters
+from shardbook.run.checkpoint.save import predict_bytes
 
 STEP = 0.02  # twenty times the usual rate: choices change with each step, as they would after many
 MOVES = f"train.router_bias_update_rate={STEP}"
@@ -266,6 +269,24 @@ def test_a_planted_bug_turns_it_red(bug, recipe, expected, tmp_path):
         assert_moved("glm4_moe", [case], expected, tmp_path)
 
 
+# -- what goes beside it, and what does not
+
+
+@pytest.mark.slow
+def test_routers_that_are_frozen_stay_while_biases_move(recipe, expected):
+    words = (f"model.path={expected[0]('glm4_moe')}/model", MOVES, "train.freeze_router=true", "train.steps=2")
+    before = exported(expected[0]("glm4_moe") / "model")
+    after = exported(run_train(2, recipe, "frozen", *words) / "export")
+    routers, biases = ([name for name in before if name.endswith(end)] for end in ("gate.weight", "correction_bias"))
+    assert len(routers) == len(biases) == 3 and all(torch.equal(before[name], after[name]) for name in routers)
+    assert not any(torch.equal(before[name], after[name]) for name in before.keys() - routers)
+
+
+def test_a_model_without_them_is_refused_before_it_is_built(recipe, tiny):
+    message = "family 'llama' has no router whose choices are counted and that adds a bias to them"
+    assert message in said_by(place, recipe, tiny / "model", [MOVES])
+
+
 # -- state of checkpoints, and exports
 
 
@@ -315,11 +336,15 @@ def assert_same(ours, theirs, names=None):
     assert all(torch.equal(ours[name], theirs[name]) for name in names)
 
 
-def test_a_checkpoint_and_an_export_hold_them(recipe, straight, after, tmp_path):
-    """Each those of its step, as the plain process has them; whatever writes the export, and in fp32 in one of bf16."""
+def test_a_checkpoint_and_an_export_hold_them(recipe, expected, straight, after, tmp_path):
+    """Each those of its step, as the plain process has them; whatever writes the export, and in fp32 in one of bf16.
+    What a checkpoint takes on the disk is predicted with them."""
+    placed = place(recipe, expected[0]("glm4_moe") / "model", [MOVES, "train.save_steps=2"])
     for step in (2, 4):
         assert_same(biases_in(checkpoint := straight / "checkpoints" / f"step-00000{step}"), after()[step - 1])
         verify(checkpoint)
+        items = [item for rows in read_stored(checkpoint).items.values() for item in rows]
+        assert sum(item.length for item in items if not item.name.startswith("own.")) == predict_bytes(placed)
         out = tmp_path / f"{step}"
         words = ["export", str(straight), "--checkpoint", str(checkpoint), "--out", str(out), "--dtype", "bf16"]
         assert main(words) == 0
