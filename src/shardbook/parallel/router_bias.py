@@ -96,8 +96,8 @@ def check_biases(model: CausalLM, config: PreTrainedConfig, rate: float) -> None
         )
     if (dtype := model.get_buffer(next(iter(biases))).dtype) != torch.float32:
         raise RecipeError(
-            f"{what} keeps the biases of its routers in {str(dtype).removeprefix('torch.')}, where small steps are "
-            "rounded away; set precision.master=fp32"
+            f"{what} has the biases of its routers in the dtype of weights on the device, which is {dtype} here and "
+            "rounds small steps away; set precision.master=fp32 and offload.optimizer=none, or set it to 0"
         )
 
 

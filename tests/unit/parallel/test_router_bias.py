@@ -96,4 +96,4 @@ def test_biases_in_bf16_are_refused():
     check_biases(build_model(settings := small_config("glm4_moe"), "bf16"), settings, 0.001)
     settings = small_config("minimax_m2")
     message = said_by(check_biases, build_model(settings, "bf16"), settings, 0.001)
-    assert "in bfloat16, where small steps are rounded away; set precision.master=fp32" in message
+    assert "which is torch.bfloat16 here and rounds small steps away; set precision.master=fp32 and offload" in message
