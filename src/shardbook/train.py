@@ -19,6 +19,7 @@ import torch
 from shardbook.optim import learning_rate, set_learning_rate
 from shardbook.optim.clip import clip_gradients
 from shardbook.parallel.placement import World
+from shardbook.parallel.router_bias import balance_routers
 from shardbook.parallel.step import run_step
 from shardbook.ranks.distributed import (
     Ranks,
@@ -97,8 +98,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
     observer = Observer(job, sharded, reference.attach(), ranks, log, console)
     saver = Saver(run, job, sharded, optimizer, log, state.step)
     sdc_check = SdcCheck(recipe.train.check_steps, sharded, ranks, state.step + 1)
-    profile = Profile(run.path, recipe.train.profile_steps, ranks.rank)
-    shown = console.start(state.step, job.steps)
+    shown, profile = console.start(state.step, job.steps), Profile(run.path, recipe.train.profile_steps, ranks.rank)
     watch, gc_in_step = watch_steps(ranks, recipe.run.hang_seconds, log.warmup_steps), synchronized_gc()
     with shown, profile, oom_guard, saver, log, watch as finish_step, gc_in_step as collect:
         if state.step == 0:
@@ -116,6 +116,7 @@ def train(recipe: Recipe, recipe_path: Path, ranks: Ranks) -> int:
             state = TrainState(step, state.tokens + int(batch.totals.tokens), job.loader.state_dict())
             batches.prefetch()
             collect(step)  # while a device still computes
+            balance_routers(sharded)
             log.end(state, terms, norm, rate)  # measures gradients' bytes: before zero_grad
             optimizer.zero_grad()
             observer.after(step)

@@ -18,6 +18,7 @@ from shardbook.model.teacher import attach_teacher
 from shardbook.objectives import build_objective
 from shardbook.optim import build_optimizer
 from shardbook.parallel.expert_load import build_expert_load, count_experts
+from shardbook.parallel.router_bias import RouterBiases
 from shardbook.recipe import Distill, Optim, Preference
 from shardbook.run.eval.generate import pick
 
@@ -133,6 +134,13 @@ def test_choices_of_experts_are_counted():
 
     run(model, SimpleNamespace(terms=terms, reference=False), True, 1)
     assert load.counts.device == DEVICE and load.is_token is None
+
+
+def test_biases_of_routers_move():
+    module = torch.nn.Module()
+    module.bias = torch.nn.Buffer(torch.zeros(8, device=DEVICE))
+    with NoCopies(), NoLists():
+        RouterBiases(0.001, True, {0: (module, "bias")}).move({0: torch.zeros(8, dtype=torch.int64, device=DEVICE)})
 
 
 def test_distillation():

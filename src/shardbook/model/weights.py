@@ -113,8 +113,8 @@ def _check_tied(head: Any, embedding: Any, folder: Path) -> None:
 
 
 def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the buffers of `model` that files hold, each whole on every rank. Training does not change them, so they
-    are in no checkpoint."""
+    """Returns the buffers of `model` that files hold, each whole on every rank. They are in no checkpoint, but for
+    biases of routers that a run moves: training changes no others."""
     files: FileNames = model.files  # type: ignore[assignment]
     return {name: buffer for name, buffer in model.named_buffers() if name in files.buffers}
 

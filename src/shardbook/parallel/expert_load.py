@@ -72,7 +72,7 @@ def count_chosen(module: Any, inputs: Any) -> None:
         module.chosen.scatter_add_(0, ids.flatten(), is_token[:, None].expand_as(ids).flatten())
 
 
-def _experts_in(block: nn.Module | None) -> Any:
+def experts_in(block: nn.Module | None) -> Any:
     """Returns the module of experts in `block`, if it is one whose choices can be counted."""
     stacks = [module for module in block.modules() if getattr(module, STACKED, None)] if block else []
     counted = [module for module in stacks if has_interface(module)]
@@ -81,7 +81,7 @@ def _experts_in(block: nn.Module | None) -> Any:
 
 def count_experts(model: CausalLM) -> tuple[int, ...]:
     """Returns how many experts each block of `model` has whose choices are counted."""
-    return tuple(getattr(_experts_in(block), "num_experts", 0) for block in model.blocks)
+    return tuple(getattr(experts_in(block), "num_experts", 0) for block in model.blocks)
 
 
 def build_expert_load(model: Any, roots: Iterable[nn.Module], layout: Layout) -> ExpertLoad | None:
@@ -92,7 +92,7 @@ def build_expert_load(model: Any, roots: Iterable[nn.Module], layout: Layout) ->
         return None
     load = ExpertLoad([layout.counted[number] for number in numbers])
     for place, number in enumerate(numbers):
-        if (module := _experts_in(model.all_blocks[number])) is not None:
+        if (module := experts_in(model.all_blocks[number])) is not None:
             load.modules[place], module.expert_load = module, load
             module.register_forward_pre_hook(count_chosen)
     for root in roots:

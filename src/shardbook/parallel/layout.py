@@ -65,6 +65,9 @@ class Layout:
     expert_load: float = 1.0  # of a plan: the rows that this rank's experts receive, as a multiple of the mean
     balanced: tuple[int, ...] = ()  # the experts of each router whose choices an auxiliary loss balances
     counted: tuple[int, ...] = ()  # of each block of the whole model the experts whose choices a run counts
+    # the shapes of the whole model's biases of routers, by name (router_bias.py), and by how much a step moves them
+    biases: dict[str, list[int]] = field(default_factory=dict)
+    bias_update_rate: float = 0.0
 
     @property
     def world_size(self) -> int:

@@ -25,6 +25,7 @@ from shardbook.parallel.expert_load import count_experts
 from shardbook.parallel.experts import apply_expert_parallel, expert_parameters, find_experts
 from shardbook.parallel.layout import Layout, build_layout
 from shardbook.parallel.pipeline import apply_pipeline_parallel
+from shardbook.parallel.router_bias import check_biases, find_biases
 from shardbook.parallel.schedule import Pipeline
 from shardbook.parallel.tensor import apply_tensor_parallel
 from shardbook.parallel.units import Placement, note_shards, place_whole
@@ -64,6 +65,7 @@ class LocalModel:
     flops: Flops  # of the whole model
     experts: int  # of a block of the whole model, where ranks along ep share them; else 0
     counted: tuple[int, ...]  # Layout.counted
+    biases: dict[str, list[int]]  # Layout.biases
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,7 @@ def layout_of(recipe: Recipe, local: LocalModel, world: World, chosen: dict[Any,
     balanced = count_choices(model.base, model.config) if recipe.train.router_aux_loss_coef else ()
     share = experts_per_token(model.config) / local.experts if local.experts else 1.0
     layout = replace(layout, balanced=balanced, experts=local.experts, chosen_share=share, counted=local.counted)
+    layout = replace(layout, biases=local.biases, bias_update_rate=recipe.train.router_bias_update_rate)
     return replace(layout, expert_load=min(world.expert_load, layout.most_expert_load))
 
 
@@ -176,6 +179,7 @@ def build_local(
     model = build_model(config, recipe.at_rest, chunk, attention, scores)
     freeze(model, check_family(config).without_gradient)
     check_routers(model.base, config, recipe.train.router_aux_loss_coef)
+    check_biases(model, config, recipe.train.router_bias_update_rate)
     if recipe.train.freeze_router:
         freeze_routers(model.base, config)
     if recipe.lora.r:
@@ -196,5 +200,6 @@ def build_local(
     placements = note_shards(placements, model, expert_parameters(model))
     experts = max((module.num_experts for module in find_experts(model)), default=0)
     counted = count_experts(model)
+    biases = {name: [*model.get_buffer(name).shape] for name in find_biases(model)}
     pipeline, chunks = apply_pipeline_parallel(model, recipe.parallel, rank, world_size)
-    return LocalModel(model, pipeline, chunks, placements, flops, experts, counted)
+    return LocalModel(model, pipeline, chunks, placements, flops, experts, counted, biases)

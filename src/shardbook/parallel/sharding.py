@@ -31,6 +31,7 @@ from shardbook.parallel.mesh import build_node_mesh, regroup_mesh
 from shardbook.parallel.pass_monitor import PassMonitor
 from shardbook.parallel.pipeline import PipelineLinks, build_pipeline_links
 from shardbook.parallel.replicated import ReplicatedParameters
+from shardbook.parallel.router_bias import RouterBiases, build_router_biases
 from shardbook.parallel.tensor import divide_summed_gradients, place_on_mesh, sum_replicated_gradients
 
 
@@ -49,6 +50,7 @@ class ShardedModel:
     cp_process_group: ProcessGroup | None = None  # the ranks that have slices of the same rows
     ep_group: EPGroup | None = None  # the ranks that share experts
     expert_load: ExpertLoad | None = None  # where choices of experts are counted
+    router_biases: RouterBiases | None = None  # where routers have some for the choice of experts
     offloaded: Any = None  # memory/host_adamw.py's HostAdamW, where masters are not on the device
     # called before gradients are summed along tp, while it returns True
     check_first_gradients: Callable[[], bool] | None = None
@@ -232,6 +234,7 @@ def apply_stage(model: nn.Module, layout: Layout, mesh: DeviceMesh, ours: bool =
     sharded.links, sharded.cp_process_group = links, cp_process_group
     sharded.ep_group = next((module.ep_group for module in find_experts(model)), None)
     sharded.expert_load = build_expert_load(model, roots, layout)
+    sharded.router_biases = build_router_biases(model, layout)
     return sharded
 
 

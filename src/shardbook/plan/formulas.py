@@ -18,6 +18,7 @@ from shardbook.memory.host_state import moved_bytes, offloaded_bytes, plan_unit
 from shardbook.optim.table import OPTIMIZERS
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.per_layout import cached_per_layout
+from shardbook.parallel.router_bias import ITEMSIZE
 from shardbook.parallel.units import shard_rows
 from shardbook.plan.events import BlockTraffic, Event, step_events, step_passes
 from shardbook.recipe import Offload, Stage
@@ -86,13 +87,13 @@ def predict_resident(layout: Layout, rank: int, optimizer_name: str = "adamw") -
 def predict_copied(layout: Layout, rank: int, optimizer_name: str) -> int:
     """Returns the most bytes of host memory for the global `rank`'s copy of a save that is written while steps go on.
     Of replicas each writes a part, in whole tensors. (8 bits: 7 parts of a parameter; random states: 5 KB.)"""
-    each = 0
+    each, biases = 0, layout.biases.values() if layout.bias_update_rate else ()
     for units in filter(None, ([unit for unit in layout.units if not unit.is_experts], layout.expert_units)):
         kept = predict_resident(replace(layout, offload=Offload(), units=tuple(units)), rank, optimizer_name)
         shapes, replicas = [shape for unit in units for shape in unit.shapes], layout.replicas_of(units[0])
         most = max(map(prod, shapes)) * 4 // layout.shards_of(units[0]) * (replicas > 1)
         each += int(kept.grads_bytes + kept.optimizer_bytes) // replicas + most + COPY_ALIGN * 8 * len(shapes)
-    return each + 2**13
+    return each + 2**13 + sum(prod(shape) * ITEMSIZE + COPY_ALIGN for shape in biases)
 
 
 def predict_secondary(layout: Layout) -> int:

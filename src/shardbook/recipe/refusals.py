@@ -269,6 +269,8 @@ RULES = (
     Rule("train.router_aux_loss_coef!=0.0", "train.compile=True",
          "torch's compiler lets no recomputed block leave anything behind, as a router does its logits",
          "set train.compile=false or activation.checkpointing=none", "activation.checkpointing!=none"),
+    Rule("train.router_bias_update_rate!=0.0", "method!=sft", "only sft moves biases of routers", "leave it out"),
+    Rule("train.router_bias_update_rate!=0.0", LORA, "the files of adapters hold no biases of routers", "leave it out"),
     Rule("train.freeze_router=True", LORA, "beside adapters routers are frozen already", "leave it out"),
     # recompute and compile
     Rule("offload.activations!=none", "activation.checkpointing=none|budget:*",

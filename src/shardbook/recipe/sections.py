@@ -228,6 +228,9 @@ class Train(Section):
     router_aux_loss_coef: float = key(
         0.0, "Weight of the auxiliary loss that balances experts, over the tokens of all ranks (0: none).", ge=0
     )
+    router_bias_update_rate: float = key(
+        0.0, "By how much a step moves biases of routers, for the choice of experts, towards balance (0: off).", ge=0
+    )
     freeze_router: bool = key(False, "Keep the routers of a mixture of experts as they are.")
     loss_chunk_tokens: int = key(1024, "Largest number of trained tokens whose logits exist at once (0: all).", ge=0)
     export: bool = key(True, "At the end write Hugging Face safetensors to export/ of the run directory.")

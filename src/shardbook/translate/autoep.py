@@ -47,7 +47,7 @@ RULES: dict[str, Rule] = {
         "expert_tensor_parallel_size": choice("", {"1": None}, "experts stay whole"),
         "score_apply": only("auto", "post", why="a result is weighted, not a token"),
         "route_scale": only(1, why="routers are those of the model's config.json: set it there"),
-        "load_balance_coeff": off("biases of routers stay as they are; train.router_aux_loss_coef balances by a loss"),
+        "load_balance_coeff": off("AutoEP refuses it too; train.router_bias_update_rate moves biases of routers"),
     }.items()
 }
 

@@ -113,6 +113,7 @@ WRONG = {
     "optim.betas=[0.9, 1.5]": ["betas = [0.9, 1.5]", "below 1"],
     "method=distill": ["method = 'distill': needs distill.teacher"],
     "distill.temperature=2.0": ["distill.temperature = 2.0 and method = 'sft'", "only distill has it; leave it out"],
+    "train.router_bias_update_rate=-0.001": ["router_bias_update_rate = -0.001", "greater than or equal to 0"],
     "distill.kd_ratio=1.5": ["distill.kd_ratio = 1.5", "less than or equal to 1"],
     "distill.temperature=0.0": ["distill.temperature = 0.0", "greater than 0"],
     "train.steps=1.5": ["train.steps = 1.5", "integer"],

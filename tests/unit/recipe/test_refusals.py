@@ -38,6 +38,7 @@ TWO = {"parallel.pp_size": 2}
 LOOPED = {"parallel.pipeline_schedule": "interleaved", "parallel.pipeline_chunks": 2}
 HSDP = {"parallel.stage": "hsdp", "parallel.dp_shard_size": 2}
 AUX = {"train.router_aux_loss_coef": 0.1}
+MOVES = {"train.router_bias_update_rate": 0.001}
 DISTILL = {"method": "distill", "distill.teacher": "x"}
 DPO = {"method": "dpo"}
 HOST = {"offload.optimizer": "cpu"}
@@ -109,6 +110,8 @@ ALONE = [  # settings that break one row each, in the table's order
     DPO | AUX,
     TWO | AUX,
     AUX | {"train.compile": True, "activation.checkpointing": "full"},
+    DPO | MOVES,
+    MOVES | {"lora.r": 4},
     {"train.freeze_router": True, "lora.r": 4},
     {"offload.activations": "cpu"},
     {"activation.checkpointing": "budget:0.5"},

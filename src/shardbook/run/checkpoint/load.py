@@ -2,7 +2,7 @@
 
 Invariant: a load that returns has verified each byte that it used; an error on one rank is raised on all. A rank opens
 the files and reads the items in which it has a part, whatever layout wrote them. A load that raises leaves behind what
-it had read until then: who goes on loads all of it again, or begins it anew.
+it had read until then, but for biases of routers: who goes on loads all of it again, or begins it anew.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardbook.boxes import Cut, local_box, overlap
 from shardbook.local_tensors import local_values, plain_tensors
@@ -32,6 +32,7 @@ from shardbook.run.checkpoint.format import (
     read_stored,
 )
 from shardbook.run.checkpoint.save import (
+    BIASES,
     EVERY,
     FLASH,
     MODEL,
@@ -60,7 +61,8 @@ def check_checkpoint(path: Path, sharded: ShardedModel) -> tuple[StoredCheckpoin
     stored = broadcast_from_main(lambda: _read(path), EVERY)  # by one rank: each file has a line for each tensor
     with _readable(path):
         state = stored.state
-        ours, theirs = kept_shapes(sharded.layout, sharded.model), state["shapes"]
+        ours, theirs = kept_shapes(sharded.layout, sharded.model), state["shapes"] | state.get(BIASES, {})
+        ours |= sharded.layout.biases if state.get(BIASES) else {}
         train_state = TrainState(state["step"], state["tokens"], state["loader"], state["log"])
     if differ := [
         f"{name}: {theirs.get(name, 'absent')} there, {ours.get(name, 'absent')} here"
@@ -106,14 +108,31 @@ def load_checkpoint(
     if lost and not is_clean:
         reason = f"checkpoint {path} cannot follow the load of a damaged one ({lost[0]})"
         raise RecipeError(f"{reason}; remove the damaged one, and start again")
-    tensors = checkpoint_tensors(sharded.masters, None if lost else optimizer)
+    biases = state.get(BIASES, {})
+    tensors = checkpoint_tensors(sharded.masters, None if lost else optimizer, biases)
     states = random_states() if state["ranks"] == world_facts(sharded) else {}
-    gather_results(lambda: _load(path, stored.items, tensors | states), EVERY)
+    with _undone_on_error([tensor for name, tensor in tensors.items() if name.removeprefix(MODEL) in biases]):
+        gather_results(lambda: _load(path, stored.items, tensors | states), EVERY)
+    if biases and sharded.router_biases:
+        sharded.router_biases.are_state = True  # also where none is moved from now on
     for name, random in states.items():
         set_random = torch.cuda.set_rng_state if name.endswith(".cuda") else torch.set_rng_state
         set_random(random)
     lost += ["residuals of error feedback: none are kept now"] * bool(state.get(RESIDUAL))
     return train_state, "; ".join([*["random state: other ranks"] * (not states), *lost])
+
+
+@contextlib.contextmanager
+def _undone_on_error(tensors: list[Tensor]) -> Iterator[None]:
+    """Gives `tensors` their values of before where the body raises: an older checkpoint, which is loaded then, may lack
+    them."""
+    before = [tensor.clone() for tensor in tensors]
+    try:
+        yield
+    except BaseException:
+        for tensor, value in zip(tensors, before, strict=True):
+            tensor.copy_(value)
+        raise
 
 
 def _load(path: Path, items: dict[str, list[Item]], tensors: dict[str, Tensor]) -> None:
@@ -136,6 +155,14 @@ def read_parameters(path: Path, shapes: dict[str, torch.Size]) -> Iterator[tuple
         with _readable(path):
             reader.read({f"{MODEL}{name}": tensor})
         yield name, tensor
+
+
+def load_biases(path: Path, model: nn.Module) -> None:
+    """Fills, without a process group, those biases of routers in `model` that a checkpoint holds."""
+    with _readable(path):
+        shapes = {name: torch.Size(shape) for name, shape in _read(path).state.get(BIASES, {}).items()}
+    for name, bias in read_parameters(path, shapes):
+        model.get_buffer(name).copy_(bias)
 
 
 class ItemReader:

@@ -6,7 +6,7 @@ a function of the step. Invariant: a rank writes its own boxes; an error on one 
 is published, as where a number is not finite.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -28,6 +28,7 @@ from shardbook.model.flash import current_flash
 from shardbook.optim import state_kind
 from shardbook.optim.table import OPTIMIZERS
 from shardbook.parallel.layout import Layout
+from shardbook.parallel.router_bias import ITEMSIZE, saved_biases
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.plan.formulas import predict_copied
 from shardbook.ranks.distributed import broadcast_from_main, gather_results, sum_over_ranks
@@ -45,6 +46,7 @@ from shardbook.terminal import print_line
 
 OPTIMIZER = "optimizer"  # kind of the optimizer state
 FLASH = "flash_attention"  # the implementation that was active
+BIASES = "router_biases"  # the shapes of those that are state; absent where weights files have them
 MODEL, MOMENTS = "model.", "optimizer.state."  # how the names of items begin; a moment is named by its parameter
 NORMED = (torch.float32, torch.bfloat16, torch.float16)  # their norms are added up in fp32
 NO_MEMORY = "DefaultCPUAllocator"  # in the message of the RuntimeError that torch raises where host memory runs out
@@ -140,7 +142,8 @@ def predict_bytes(job: Job) -> int:
         return 0
     row, itemsize = OPTIMIZERS[job.recipe.optim.name], job.layout.dtype("master").itemsize
     counts = [prod(shape) for shape in kept_shapes(job.layout, job.model).values()]
-    return sum(count * itemsize + row.state_bytes(count, itemsize) for count in counts)
+    biases = sum(map(prod, job.layout.biases.values())) if job.layout.bias_update_rate else 0
+    return sum(count * itemsize + row.state_bytes(count, itemsize) for count in counts) + biases * ITEMSIZE
 
 
 @long_phase("a checkpoint")
@@ -190,7 +193,7 @@ def items_to_write(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> t
     items = Items()
 
     def take() -> tuple[int, int, int]:
-        tensors, states = checkpoint_tensors(sharded.masters, optimizer), random_states()
+        tensors, states = checkpoint_tensors(sharded.masters, optimizer, saved_biases(sharded)), random_states()
         held = [(name, tensor, nbytes_of(tensor)) for name, tensor in tensors.items()]
         names, needed_bytes = assign_writes(held, sharded.layout.meshes, dist.get_rank(), _tied_names(sharded, tensors))
         written = {name: tensor for name, tensor in tensors.items() if name in names}
@@ -256,12 +259,16 @@ def _not_finite(named: list[tuple[str, Tensor]]) -> Iterator[str]:
         yield from (name for name, tensor in suspected if not tensor.isfinite().all())
 
 
-def checkpoint_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-    """Returns the tensors of the model and, if given, of the optimizer, by their names in a checkpoint: a load fills
-    these same ones. The optimizer's hyperparameters are the recipe's."""
+def checkpoint_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, biases: Collection[str] = ()
+) -> dict[str, Tensor]:
+    """Returns the tensors of the model, with those of its routers' `biases` that are here, and, if given, of the
+    optimizer, by their names in a checkpoint: a load fills these same ones. The optimizer's hyperparameters are the
+    recipe's."""
     # Parameters, not the module's state dict: that lists a tied weight twice. Names of parameters, not their numbers,
     # so another grouping or layout still matches.
     tensors = {f"{MODEL}{name}": parameter.detach() for name, parameter in kept_parameters(model).items()}
+    tensors |= {f"{MODEL}{name}": buffer for name, buffer in model.named_buffers() if name in biases}
     if optimizer is None:
         return tensors
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -297,6 +304,7 @@ def state_facts(sharded: ShardedModel, optimizer: torch.optim.Optimizer, state: 
         FLASH: current_flash(),
     }
     model: Any = sharded.model
+    facts |= {BIASES: biases} if (biases := saved_biases(sharded)) else {}
     return facts | model.frozen_identities | {"shapes": kept_shapes(sharded.layout, model)}
 
 

@@ -172,10 +172,10 @@ class StepLog(contextlib.AbstractContextManager["StepLog"]):
 
     def end(self, state: TrainState, terms: list[Tensor], norm: Tensor, rate: float) -> None:
         """Ends a step, of which `run_step` returned `terms`, with the `norm` of its gradients and its learning `rate`:
-        sends its numbers to the host, and writes the row of the step before. Call it before gradients are freed: their
-        bytes are measured. Raises NotFinite where that step has a number that is not finite. Collective."""
+        sends its numbers to the host, and writes the row of the step before. Call it before gradients are freed, whose
+        bytes are measured, and once choices of experts are summed. Raises NotFinite where that step has a number that
+        is not finite. Collective."""
         load, is_logged = self.sharded.expert_load, is_due(state.step, self.job.recipe.train.logging_steps)
-        chosen = load.sum() if load else None  # before the ledger closes, which has their bytes
         if self.ledger.close():
             self.predicted = self._predict_traffic()
             self.console.show_traffic(self.ledger.traffic, self.predicted)
@@ -185,7 +185,7 @@ class StepLog(contextlib.AbstractContextManager["StepLog"]):
         # a pipeline stage without a loss returns a zero for each of its chunks
         losses = [of_micro[:1] for of_micro in terms if of_micro.ndim]
         values, losses = _send_to_host([sums, norm.view(1)]), _send_to_host([torch.cat(losses)] if losses else [])
-        chosen = _send_to_host([chosen])[0] if chosen is not None and is_logged else None
+        chosen = _send_to_host([load.counts])[0] if load and load.counts is not None and is_logged else None
         pending = Pending(state.step, values, losses, DeviceEvent(), {}, chosen=chosen)
         if is_logged:
             pending.row, pending.timer = self._measure(state, rate), self.timer

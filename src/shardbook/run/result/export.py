@@ -26,7 +26,7 @@ from shardbook.model.weights import (
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.recipe import Recipe, RecipeError
 from shardbook.run.checkpoint.format import name_of, newest_checkpoint
-from shardbook.run.checkpoint.load import checkpoint_shapes, read_parameters
+from shardbook.run.checkpoint.load import checkpoint_shapes, load_biases, read_parameters
 from shardbook.run.checkpoint.save import kept_shapes
 from shardbook.run.directory import read_facts
 from shardbook.run.prompts import find_learned_stops
@@ -119,6 +119,7 @@ def export_run(run: Path, recipe: Recipe, checkpoint: Path | None, out: Path | N
         has_base = merges or recipe.model.init == "pretrained"
         if has_base:
             load_buffers(model, folder)
+        load_biases(source, model)
         beside = model.files, stored_buffers(model), stops
         with ExitStack() as opened:
             if merges:
