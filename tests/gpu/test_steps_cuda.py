@@ -13,6 +13,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from world import losses, metrics, run_train, run_world, train_rank
 
+from shardbook.parallel.dispatch import CopyRows, SumRows, make_segments
 from shardbook.parallel.experts import COMPUTE
 
 STEADY = ("train.deterministic=true", "train.gradient_accumulation_steps=2", "precision.params=fp32")
@@ -73,6 +74,33 @@ def test_experts_without_rows_get_gradients_of_zero():
     assert output.shape == (0, 64)
     output.sum().backward()
     assert rows.grad.shape == (0, 64) and all(not parameter.grad.any() for parameter in experts.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_sums_of_rows_are_those_of_fp32_and_make_nobody_wait(dtype):
+    """Of copies of tokens, and of what experts made of them: some have no row, the last ones too. Rounded once."""
+    ids = torch.randint(0, 900, (5000,), generator=torch.Generator().manual_seed(0)).cuda()
+    rows = torch.randn(5000, 264, generator=torch.Generator().manual_seed(1)).to("cuda", dtype).requires_grad_()
+    grad_output, found = torch.ones((), device="cuda", dtype=dtype).expand(1000, 264), []
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        segments = make_segments(ids, 1000)
+        for _ in range(2):
+            found.append(SumRows.apply(rows, *segments))
+            rows.grad = None
+            found[-1].backward(grad_output)
+        tokens = found[0].detach().requires_grad_()
+        copies = CopyRows.apply(tokens, *segments)
+        copies.backward(grad_output[0].expand(5000, 264))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    want = torch.zeros(1000, 264, dtype=torch.float64).index_add_(0, ids.cpu(), rows.detach().cpu().double())
+    most = torch.zeros_like(want).index_add_(0, ids.cpu(), rows.detach().cpu().double().abs())
+    assert torch.equal(*found) and (rows.grad == 1).all() and torch.equal(copies, tokens[ids])
+    # its own rounding, and those of at most 20 additions in fp32
+    bound = want.abs() * torch.finfo(dtype).eps / 2 + most * 20 * 2**-24
+    assert ((found[0].detach().cpu().double() - want).abs() <= bound).all()
+    assert torch.equal(tokens.grad[:, 0].cpu(), ids.cpu().bincount(minlength=1000).to(dtype))
 
 
 @pytest.mark.parametrize("how", ["true", "wait"])

@@ -22,7 +22,7 @@ class Record:
     """What happens while the ledger is open."""
 
     events: list[Happened] = field(default_factory=list)
-    plan: Callable[[list[int]], dict[str, list[Happened]]] | None = None  # what it lists, given the rows of experts
+    plan: Callable[[list[Any]], dict[str, list[Happened]]] | None = None  # what it lists, given the rows of experts
     routing: list[Any] = field(default_factory=list)
     layout: Any = None
     is_open: bool = False

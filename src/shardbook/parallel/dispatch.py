@@ -2,8 +2,8 @@
 
 A row a rank in place of a row an expert: of 128 experts and eight choices on eight ranks that is 5.3 rows, on two 2.0.
 A router's weights travel beside, 8 bytes a choice, so that the rank of the experts adds up what is weighted, and their
-gradients come back. Invariant: sums are gathers in a fixed order, without atomics, so they are deterministic, and no
-kernel but the exchange of counts makes the host wait.
+gradients come back. Invariant: rows are added up in a fixed order, without atomics, so sums are deterministic; and the
+host waits for the device once, where it reads the counts.
 """
 
 from math import comb
@@ -54,8 +54,8 @@ class Routing(NamedTuple):
 
 def make_segments(ids: Tensor, count: int) -> Segments:
     """Returns the segments of rows whose segments are `ids` [rows], of so many."""
-    counts = count_rows(ids, count)
-    return Segments(ids, ids.argsort(stable=True), counts.cumsum(0) - counts)
+    in_order, order = ids.sort(stable=True)
+    return Segments(ids, order, torch.searchsorted(in_order, torch.arange(count, device=ids.device)))
 
 
 def sum_segments(rows: Tensor, segments: Segments) -> Tensor:
@@ -99,6 +99,7 @@ class ExchangeChoices(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, places: Tensor, splits: Splits, ranks: RanksOfTokens) -> Any:
+        ctx.set_materialize_grads(False)  # places have none
         ctx.splits, ctx.ranks = splits, ranks
         both = torch.stack([places, weights.view(torch.int32)], 1)
         received = all_to_all(both, splits.choices_sent, splits.choices_received, ranks)
@@ -124,7 +125,7 @@ def route(ids: Tensor, experts: int, ranks: RanksOfTokens, load: float) -> Routi
     received = torch.empty_like(counts)
     dist.all_to_all_single(received, counts, group=ranks.process_group)
     # copies by rank, in the order of tokens, and behind them the pairs of a rank and a token that are none
-    by_rank = (1 - is_sent).T.flatten().argsort(stable=True)  # asked for before the host waits
+    by_rank = (1 - is_sent).to(torch.uint8).T.flatten().argsort(stable=True)  # asked for before the host waits
     of_ranks = [of for both in (counts, received) for of in (both[:, -1], both[:, :-1].sum(1))]
     if has_values(counts):
         tokens_sent, choices_sent, tokens_received, choices_received = torch.stack(of_ranks).tolist()

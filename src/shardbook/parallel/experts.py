@@ -84,18 +84,18 @@ def run_experts(module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Te
     group: EPGroup = module.ep_group
     routing = group.route(ids, module.num_experts)
     splits = routing.splits
-    choices = Permute.apply(weights.flatten(), routing.order, routing.inverse).float(), routing.places
-    received, places = ExchangeChoices.apply(*choices, splits, group)
-    copies = CopyRows.apply(hidden, *routing.copies)
-    tokens = AllToAll.apply(copies, splits.tokens_sent, splits.tokens_received, group)
-    of_tokens = make_segments(places + routing.starts, len(tokens))
-    rows = CopyRows.apply(tokens, *of_tokens)
+    of_choices = Permute.apply(weights.flatten(), routing.order, routing.inverse).float()
+    received, places = ExchangeChoices.apply(of_choices, routing.places, splits, group)
+    of_tokens = make_segments(places + routing.starts, sum(splits.tokens_received))
+    rows = CopyRows.apply(hidden, *routing.copies)  # each replaces the one before, which is then free
+    rows = AllToAll.apply(rows, splits.tokens_sent, splits.tokens_received, group)
+    rows = CopyRows.apply(rows, *of_tokens)
     local, ones = RankExperts(module, module.num_experts // group.size), rows.new_ones(len(rows), 1)
     compute = compute_experts if has_own_products(module) else ALL_EXPERTS_FUNCTIONS[COMPUTE]
-    output = compute(local, rows, routing.local_ids[:, None], ones) * received.to(weights.dtype)[:, None]
-    sums = SumRows.apply(output, *of_tokens).to(hidden.dtype)
-    returned = AllToAll.apply(sums, splits.tokens_received, splits.tokens_sent, group)
-    return SumRows.apply(returned, *routing.copies)
+    rows = compute(local, rows, routing.local_ids[:, None], ones) * received.to(weights.dtype)[:, None]
+    rows = SumRows.apply(rows, *of_tokens).to(hidden.dtype)
+    rows = AllToAll.apply(rows, splits.tokens_received, splits.tokens_sent, group)
+    return SumRows.apply(rows, *routing.copies)
 
 
 @cache

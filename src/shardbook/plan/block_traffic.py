@@ -86,7 +86,7 @@ def _inside(
     beside: BlockTraffic | None = None
     if teacher := layout.teacher:
         row_bytes = (layout.share_of(teacher.vocab_size) * itemsize, *DISTILLED)  # its logits, gathered, before
-        beside = _inside(replace(layout, teacher=None), teacher, recipe, rank, tokens, 0, 0)
+        beside = _inside(replace(layout, teacher=None, experts=0), teacher, recipe, rank, tokens, 0, 0)
     loss_gathers = [("all_gather", TP, size * tp_size * each) for size in sizes for each in row_bytes]
     is_summed = layout.cp_size > 1 and recipe.sequences > 1
     slice_sum = ("all_reduce", layout.context_axis, sequences * SEQUENCE_BYTES) if is_summed else ()
@@ -136,8 +136,8 @@ def expert_exchanges(
 ) -> tuple[tuple[Collectives, Collectives, Collectives], ...]:
     """Returns what experts exchange along ep, for `tokens` of this rank: in forward, in backward, and in the backward
     of a block that runs again. One for each block's `routing`; one for all where there is none.
-    Forward sends numbers of rows, choices, tokens, and sums of what experts made of these back."""
-    if not layout.expert_units:
+    Forward sends numbers of choices and tokens, then these, and sums of what experts made of them back."""
+    if not (layout.expert_units and layout.experts):  # a teacher's are gathered whole
         return ()
     axis, row_bytes = (
         layout.counted_axis(layout.expert_units[0], EP),
@@ -217,7 +217,7 @@ def describe_experts(
         itemsize, reduce = layout.dtype("params").itemsize, layout.dtype("reduce").itemsize
         unit, many = layout.expert_units[0], recipe.micro_tokens
         gathered = (2 * unit.numel * itemsize + unit.padded_numel(1, trained_only=True) * reduce) * layout.ep_size
-        forward, backward, recompute = expert_exchanges(layout, config, many, ())[0]
+        forward, backward, recompute = expert_exchanges(replace(layout, expert_load=1.0), config, many, ())[0]
         passes = forward + (recompute if recipe.activation.kind not in ("none", "budget") else backward)
         even = gathered * many // sum(payload for _, _, payload in passes)
         sentence += f"; fewer bytes than gathering all of them while a micro-batch of a rank has under {even:,} tokens"

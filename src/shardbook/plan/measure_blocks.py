@@ -208,7 +208,7 @@ def measure(recipe: Recipe, config: PreTrainedConfig, expert_load: float) -> Mea
 
 def lend_groups(model: nn.Module, expert_load: float) -> None:
     """Lets the ranks along tp, cp and ep exchange nothing, in groups of the right size that no other process is in. A
-    rank along ep receives `expert_load` times as many rows as it sends."""
+    rank along ep receives `expert_load` times as many choices of experts as it sends."""
     for module in model.modules():
         for name in ("tp", "cp", "ep"):
             group = getattr(module, f"{name}_group", None)
