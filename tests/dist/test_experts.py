@@ -374,6 +374,17 @@ def test_a_pipeline_stage_without_experts_has_no_number_of_tokens(recipe, tmp_pa
     assert ["tokens" in line.partition(";")[2] for line in told] == [False, True]
 
 
+def test_a_teacher_may_choose_more_experts_than_a_block_of_the_student_has(recipe, tmp_path):
+    """Its experts are gathered whole, so no token of it is sent."""
+    from shardbook.plan.block_traffic import read_inside
+
+    folder = write_family(tmp_path / "model", "mixtral")
+    teacher = write_family(tmp_path / "teacher", "mixtral", num_local_experts=8, num_experts_per_tok=6)
+    placed = place(recipe, folder, 2, [EP, "method=distill", f"distill.teacher={teacher}"], teacher=teacher)
+    inside = read_inside(placed.layout, placed.config, placed.recipe)
+    assert placed.layout.experts == 4 and all(each.experts and not each.beside.experts for each in inside)
+
+
 def test_biases_of_experts_are_no_matrices(recipe, tmp_path):
     """Muon would make the biases of gpt-oss' experts, [experts, features], orthogonal, and each rank its own part."""
     placed = place(recipe, write_family(tmp_path / "model", "gpt_oss"), 4, ["parallel.ep_size=2"])
@@ -395,14 +406,15 @@ def test_a_save_copies_experts_whole_where_no_other_rank_has_them(recipe, tmp_pa
 # -- what is refused
 
 
-def place(recipe, folder, size, words, rank=0):
+def place(recipe, folder, size, words, rank=0, teacher=None):
     """What a rank of a run does before there is a process group."""
     from shardbook.model.families import load_config
     from shardbook.parallel.placement import World, place_model
     from shardbook.recipe import resolve_precision
 
     asked = resolve_precision(load_recipe(recipe, [f"model.path={folder}", "data.packing=false", *words]), "cpu")
-    return place_model(asked, World(size, size, rank, torch.device("cpu")), load_config(asked.model, folder, 64), None)
+    world, beside = World(size, size, rank, torch.device("cpu")), teacher and load_config(asked.model, teacher, 64)
+    return place_model(asked, world, load_config(asked.model, folder, 64), beside)
 
 
 OTHER = "does more than transformers' experts interface has; set parallel.ep_size=1"
