@@ -42,6 +42,16 @@ def has_interface(module: nn.Module) -> bool:
     return hasattr(module, "is_transposed")
 
 
+def expert_width(model: nn.Module) -> int:
+    """Returns the width of the rows that the experts of `model` take, which need not be that of its blocks; 0 where
+    none is behind transformers' interface. Call it before experts are packed."""
+    for module in model.modules():
+        shapes = getattr(module, STACKED, {}) if has_interface(module) else {}
+        for shape in (shapes[name] for name in ("gate_up_proj", "up_proj") if name in shapes):
+            return int(shape[1 if module.is_transposed else 2])
+    return 0
+
+
 def _name_stacks(module: nn.Module) -> None:
     """Says which of a module's own matrices have an expert after another as their rows, as DBRX's have."""
     for experts in [count for name, count in vars(module).items() if name.endswith("num_experts")]:

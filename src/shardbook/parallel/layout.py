@@ -61,6 +61,7 @@ class Layout:
     # of every parameter of the whole model by its name, in order, also of those on other ranks
     placements: dict[str, Placement] = field(default_factory=dict)
     experts: int = 0  # of each block that has some, where ranks along ep share them
+    expert_width: int = 0  # of the rows that experts take
     chosen_share: float = 1.0  # of these experts a token meets so many
     expert_load: float = 1.0  # of a plan: the rows that this rank's experts receive, as a multiple of the mean
     balanced: tuple[int, ...] = ()  # the experts of each router whose choices an auxiliary loss balances

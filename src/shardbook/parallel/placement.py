@@ -15,6 +15,7 @@ from shardbook.model.adapters import apply_lora, pack_blocks
 from shardbook.model.attention import KERNELS, Kernel, choose_attention, kernel_on_gpu
 from shardbook.model.causal_lm import CausalLM, build_model
 from shardbook.model.dtypes import DTYPES
+from shardbook.model.experts import expert_width
 from shardbook.model.flops import Flops, count_flops, experts_per_token
 from shardbook.model.routers import check_routers, count_choices, freeze_routers
 from shardbook.model.selfcheck import check_family, freeze
@@ -64,6 +65,7 @@ class LocalModel:
     placements: dict[str, Placement]  # of every parameter of the whole model
     flops: Flops  # of the whole model
     experts: int  # of a block of the whole model, where ranks along ep share them; else 0
+    expert_width: int  # Layout.expert_width
     counted: tuple[int, ...]  # Layout.counted
     biases: dict[str, list[int]]  # Layout.biases
 
@@ -156,8 +158,9 @@ def layout_of(recipe: Recipe, local: LocalModel, world: World, chosen: dict[Any,
     layout = build_layout(*given, recipe.offload, chosen, *split, beside)
     balanced = count_choices(model.base, model.config) if recipe.train.router_aux_loss_coef else ()
     share = experts_per_token(model.config) / local.experts if local.experts else 1.0
-    layout = replace(layout, balanced=balanced, experts=local.experts, chosen_share=share, counted=local.counted)
-    layout = replace(layout, biases=local.biases, bias_update_rate=recipe.train.router_bias_update_rate)
+    layout = replace(layout, balanced=balanced, counted=local.counted, biases=local.biases)
+    layout = replace(layout, bias_update_rate=recipe.train.router_bias_update_rate)
+    layout = replace(layout, experts=local.experts, expert_width=local.expert_width, chosen_share=share)
     return replace(layout, expert_load=min(world.expert_load, layout.most_expert_load))
 
 
@@ -177,6 +180,7 @@ def build_local(
         raise RecipeError(f"method = 'reward': transformers has no classifier of the family {config.model_type!r}")
     check_recipe(recipe, config)
     model = build_model(config, recipe.at_rest, chunk, attention, scores)
+    width = expert_width(model)
     freeze(model, check_family(config).without_gradient)
     check_routers(model.base, config, recipe.train.router_aux_loss_coef)
     check_biases(model, config, recipe.train.router_bias_update_rate)
@@ -202,4 +206,4 @@ def build_local(
     counted = count_experts(model)
     biases = {name: [*model.get_buffer(name).shape] for name in find_biases(model)}
     pipeline, chunks = apply_pipeline_parallel(model, recipe.parallel, rank, world_size)
-    return LocalModel(model, pipeline, chunks, placements, flops, experts, counted, biases)
+    return LocalModel(model, pipeline, chunks, placements, flops, experts, width, counted, biases)

@@ -139,10 +139,8 @@ def expert_exchanges(
     Forward sends numbers of choices and tokens, then these, and sums of what experts made of them back."""
     if not (layout.expert_units and layout.experts):  # a teacher's are gathered whole
         return ()
-    axis, row_bytes = (
-        layout.counted_axis(layout.expert_units[0], EP),
-        config.hidden_size * layout.dtype("params").itemsize,
-    )
+    axis = layout.counted_axis(layout.expert_units[0], EP)
+    row_bytes = layout.expert_width * layout.dtype("params").itemsize
     even = tokens, experts_per_token(config), layout.experts, layout.ep_size, layout.expert_load
 
     def exchanges(*sizes: int) -> Collectives:
