@@ -38,6 +38,7 @@ CASES = [
 # weights not divided by their sum; multipliers; biases and interleaved gates; a shared expert, which runs after them;
 # groups of experts, and a first block without any; matrices the other way round
 SORTS = ("qwen3_moe", "granitemoe", "gpt_oss", "qwen2_moe", "deepseek_v3", "aria_text")
+NEWEST = ("gpt_oss", "deepseek_v3")
 WIDE = [
     Case("zero3", 1, 4, 2, True, extra=(EP,)),
     Case("zero3", 1, 4, 1, checkpointing="full", extra=("parallel.ep_size=4",)),  # one expert a rank
@@ -68,7 +69,10 @@ def assert_experts(folder, cases, recipe, tiny, results):
         assert_parity(found[0].result, want, case=case.name)
 
 
-@pytest.mark.parametrize("family", ["mixtral", *(pytest.param(f, marks=pytest.mark.slow) for f in SORTS)])
+@pytest.mark.parametrize(
+    "family",
+    ["mixtral", *(pytest.param(f, marks=[pytest.mark.slow] + [pytest.mark.newest] * (f in NEWEST)) for f in SORTS)],
+)
 def test_stages_are_transformers_to_a_millionth(family, recipe, tiny, tmp_path):
     write_family(tmp_path / family / "model", family)
     assert run_world(2, run_cases, recipe, tmp_path / family, CASES, tmp_path) == [[], []]

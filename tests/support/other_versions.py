@@ -30,7 +30,7 @@ SUITES = {  # by what it asks of the libraries: files of tests
     "plans": ["unit/plan/test_simulate.py", "unit/plan/test_peak.py", "dist/test_peak_steps.py"],
     "NF4": ["unit/model/test_nf4.py", "dist/test_qlora.py"],
     "stages": ["dist/test_stages.py", "dist/test_zeropp.py"],
-    "axes": ["dist/test_tensor.py", "dist/test_context.py", "dist/test_pipeline.py"],
+    "axes": ["dist/test_tensor.py", "dist/test_context.py", "dist/test_pipeline.py", "dist/test_experts.py"],
     "LoRA, offload, recompute": ["dist/test_lora.py", "dist/test_offload.py", "unit/memory/test_activation.py"],
     "a plain run": ["e2e/test_plain_run.py"],
 }
