@@ -46,9 +46,10 @@ def train(
     decay: float,
     max_norm: float = 0.0,
     dtype: torch.dtype = torch.float32,
+    **how: str,
 ) -> Result:
-    """Train the Hugging Face model in `folder` on the documents of each step, in `dtype`."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    """Train the Hugging Face model in `folder`, loaded as `how` says, on the documents of each step, in `dtype`."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager", **how)
 
     def loss_of(step: int) -> Tensor:
         parts = [document_loss(model, document) for document in steps[step]]
