@@ -9,12 +9,11 @@ from families import write_family
 from planted import replace
 from test_cuda import TOLERANCE_BF16, cuda  # noqa: F401  (a fixture)
 from transformers import Qwen3MoeConfig
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from world import losses, metrics, run_train, run_world, train_rank
 
+from shardbook.model.expert_products import compute_experts
 from shardbook.parallel.dispatch import CopyRows, SumRows, make_segments
-from shardbook.parallel.experts import COMPUTE
 
 STEADY = ("train.deterministic=true", "train.gradient_accumulation_steps=2", "precision.params=fp32")
 
@@ -64,13 +63,13 @@ def test_experts_in_bf16_stay_near_the_cpu(compiles, more, recipe, tmp_path):
 
 
 def test_experts_without_rows_get_gradients_of_zero():
-    """As on a rank along ep whose experts no token of the group chose: transformers' grouped product takes no rows."""
+    """As on a rank along ep whose experts no token of the group chose: a grouped product takes no rows."""
     experts = Qwen3MoeExperts(Qwen3MoeConfig(hidden_size=64, moe_intermediate_size=32, num_experts=4)).cuda().bfloat16()
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter)
     rows = torch.empty(0, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     ids = torch.empty(0, 1, device="cuda", dtype=torch.int64)
-    output = ALL_EXPERTS_FUNCTIONS[COMPUTE](experts, rows, ids, rows.new_ones(0, 1))
+    output = compute_experts(experts, rows, ids, rows.new_ones(0, 1))
     assert output.shape == (0, 64)
     output.sum().backward()
     assert rows.grad.shape == (0, 64) and all(not parameter.grad.any() for parameter in experts.parameters())

@@ -24,7 +24,12 @@ DATA, PAGE = ROOT / "docs" / "versions.json", ROOT / "docs" / "versions.md"
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "pydantic")
 SUITES = {  # by what it asks of the libraries: files of tests
     "torch's names": ["unit/comm/test_torch_private.py", "unit/model/test_flash.py"],
-    "families": ["unit/model/test_selfcheck.py", "unit/model/test_causal_lm.py", "unit/model/test_families.py"],
+    "families": [
+        "unit/model/test_selfcheck.py",
+        "unit/model/test_causal_lm.py",
+        "unit/model/test_families.py",
+        "unit/model/test_expert_products.py",
+    ],
     "files": ["unit/model/test_file_names.py", "unit/model/test_weights.py", "unit/model/test_adapter_files.py"],
     "samples": ["unit/model/test_comparisons.py", "dist/test_generate.py"],
     "plans": ["unit/plan/test_simulate.py", "unit/plan/test_peak.py", "dist/test_peak_steps.py"],

@@ -1,5 +1,6 @@
-"""Products of experts that have adapters, or lie in four bits: what transformers' grouped implementation of experts
-computes, with LoRA's updates of stacks (peft's target_parameters) and of NF4's bytes, unpacked some experts at once.
+"""Products of experts that ranks share, that have adapters, or lie in four bits: what transformers' grouped
+implementation of experts computes, with LoRA's updates of stacks (peft's target_parameters) and of NF4's bytes,
+unpacked some experts at once.
 
 Invariant: the flags of transformers' experts interface say what a family computes; none is named. An update is a stack
 too, A [experts * r, in] and B [experts * out, r], so whatever holds of a stack's rows holds of its update's.
@@ -81,11 +82,6 @@ def transposed_stacks(model: nn.Module) -> set[str]:
     }
 
 
-def has_own_products(experts: Any) -> bool:
-    """Returns whether `compute_experts` is what a module of experts computes."""
-    return is_packed(experts) or hasattr(experts, "is_on")
-
-
 def is_packed(experts: Any) -> bool:
     """Returns whether a module of experts lies in four bits."""
     return hasattr(experts, "nested")
@@ -138,16 +134,20 @@ def compute_experts(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
     with `top_k_weights` [n, chosen]."""
     chosen, flat = top_k_index.shape[1], top_k_index.flatten()
     order, inverse = sort_by_expert(flat)
-    rows, ids = ToRows.apply(hidden_states, order, inverse, chosen), flat[order]
+    rows = compute_rows(experts, ToRows.apply(hidden_states, order, inverse, chosen), flat[order])
+    weighted = Permute.apply(rows, inverse, order) * top_k_weights.flatten()[:, None]
+    return weighted.unflatten(0, (-1, chosen)).sum(1).to(hidden_states.dtype)
+
+
+def compute_rows(experts: Any, rows: Tensor, ids: Tensor) -> Tensor:
+    """Returns what `experts` make of `rows` [rows, D], each of one expert, which lie in the order of these, `ids`
+    [rows]."""
     offsets = count_rows(ids, experts.num_experts).cumsum(0).to(torch.int32)
     of_experts = ExpertRows(ids, offsets, _ends(offsets, len(ids)) if is_packed(experts) else [])
     rows = _product(experts, "gate_up_proj" if experts.has_gate else "up_proj", rows, of_experts)
     rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
     rows = _product(experts, "down_proj", rows, of_experts)
-    if getattr(experts, "has_post_expert_norm", False):
-        rows = experts.post_expert_norm(rows)
-    weighted = Permute.apply(rows, inverse, order) * top_k_weights.flatten()[:, None]
-    return weighted.unflatten(0, (-1, chosen)).sum(1).to(hidden_states.dtype)
+    return experts.post_expert_norm(rows) if getattr(experts, "has_post_expert_norm", False) else rows
 
 
 # Compiled blocks break here: how many rows an expert has is read by the host.

@@ -1,9 +1,9 @@
 """Expert parallel: the experts of each block split over neighbouring data ranks, and tokens sent to where theirs lie.
 
 GShard's exchange (Lepikhin et al., arXiv 2006.16668, section 3.2) without its capacity: no token is dropped. Invariant:
-an expert sums the gradients of all tokens of its ep group, so nothing is divided. What an expert computes is
-transformers' own implementation, called with this rank's experts: no family is named. Applied on the meta device,
-before checkpointing, compile and stage. What is sent: dispatch.py.
+an expert sums the gradients of all tokens of its ep group, so nothing is divided. What an expert computes is said by
+transformers' interface of experts (model/expert_products.py): no family is named. Applied on the meta device, before
+checkpointing, compile and stage. What is sent: dispatch.py.
 """
 
 from dataclasses import dataclass
@@ -16,19 +16,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from shardbook.axes import EP
 from shardbook.comm.collectives import AllToAll
 from shardbook.comm.torch_private import in_backward, slots_of
 from shardbook.model.causal_lm import CausalLM
-from shardbook.model.expert_products import Permute, compute_experts, has_own_products
+from shardbook.model.expert_products import Permute, compute_rows, sort_by_expert
 from shardbook.model.experts import has_interface
 from shardbook.model.marks import STACKED
 from shardbook.parallel.dispatch import CopyRows, ExchangeChoices, Routing, Splits, SumRows, make_segments, route
 from shardbook.recipe import RecipeError
-
-COMPUTE = "grouped_mm"  # transformers' implementation by products of all experts; one without rows gets a gradient too
 
 
 @dataclass(eq=False)
@@ -65,7 +62,7 @@ class EPGroup:
 
 
 class RankExperts:
-    """A module of experts as transformers' implementation reads it: with this rank's experts, as plain tensors."""
+    """A module of experts as products read it: with this rank's experts, as plain tensors."""
 
     def __init__(self, module: nn.Module, num_experts: int):
         self.module, self.num_experts = module, num_experts
@@ -86,13 +83,14 @@ def run_experts(module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Te
     splits = routing.splits
     of_choices = Permute.apply(weights.flatten(), routing.order, routing.inverse).float()
     received, places = ExchangeChoices.apply(of_choices, routing.places, splits, group)
-    of_tokens = make_segments(places + routing.starts, sum(splits.tokens_received))
+    order, inverse = sort_by_expert(routing.local_ids)  # received choices are by rank, and then by expert
+    of_tokens = make_segments((places + routing.starts)[order], sum(splits.tokens_received))
+    of_rows = Permute.apply(received.to(weights.dtype), order, inverse)[:, None]
     rows = CopyRows.apply(hidden, *routing.copies)  # each replaces the one before, which is then free
     rows = AllToAll.apply(rows, splits.tokens_sent, splits.tokens_received, group)
     rows = CopyRows.apply(rows, *of_tokens)
-    local, ones = RankExperts(module, module.num_experts // group.size), rows.new_ones(len(rows), 1)
-    compute = compute_experts if has_own_products(module) else ALL_EXPERTS_FUNCTIONS[COMPUTE]
-    rows = compute(local, rows, routing.local_ids[:, None], ones) * received.to(weights.dtype)[:, None]
+    local = RankExperts(module, module.num_experts // group.size)
+    rows = compute_rows(local, rows, routing.local_ids[order]) * of_rows
     rows = SumRows.apply(rows, *of_tokens).to(hidden.dtype)
     rows = AllToAll.apply(rows, splits.tokens_received, splits.tokens_sent, group)
     return SumRows.apply(rows, *routing.copies)

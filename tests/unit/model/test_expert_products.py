@@ -1,12 +1,19 @@
 """Products of experts that have adapters or lie in four bits, number by number: against one expert after another."""
 
+import inspect
+import json
+
 import pytest
 import reference
 import torch
-from families import write_family
+import transformers
+from families import DATA, MODELS, small_config, write_family
+from transformers import AutoModelForCausalLM
+from transformers.integrations.moe import use_experts_implementation
 
 from shardbook.model import adapters, expert_products, weights
 from shardbook.model.causal_lm import build_model, materialize
+from shardbook.model.experts import has_interface
 from shardbook.model.families import load_config
 from shardbook.recipe import Lora, Model
 
@@ -16,8 +23,6 @@ TARGETS = ["experts.gate_up_proj", "experts.down_proj"]
 
 def experts_of(folder, family: str, is_packed: bool = False, nested: bool = False):
     """The experts of a family's first block, adapted by random A and B, and transformers' own of the same weights."""
-    from transformers import AutoModelForCausalLM
-
     write_family(folder, family, **WIDE)
     model = build_model(load_config(Model(path=str(folder)), folder, 64), "fp32")
     adapters.apply_lora(model, Lora(r=8, lora_alpha=12, target_parameters=TARGETS), torch.float32)
@@ -74,6 +79,43 @@ def test_they_are_those_of_one_expert_after_another(bits, family, kind, tmp_path
     ours, theirs = experts_of(tmp_path, family, bits == "four")
     for got, want in zip(outcome(ours, choices(kind)), outcome(theirs, choices(kind)), strict=True):
         assert (got - want).norm() <= 1e-6 * want.norm()
+
+
+def find_experts(family: str):
+    """The experts in a small model of a family that stand behind transformers' interface; None where none do."""
+    if not hasattr(inspect.getmodule(getattr(transformers, MODELS[family])), use_experts_implementation.__name__):
+        return None
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(small_config(family), experts_implementation="eager")
+    return next((module for module in model.modules() if has_interface(module)), None)
+
+
+def test_each_family_behind_the_interface_has_its_own_products():
+    """Against the family's loop over experts, with numbers of its biases, norms and gates that are not those of a new
+    model. A flag of the interface that is not known would be seen here, or is a new argument of it."""
+    flags = {"is_concatenated", "is_transposed", "has_bias", "has_gate", "has_post_expert_norm"}
+    given = {*inspect.signature(use_experts_implementation).parameters} - {"experts_class", "experts_interface"}
+    assert given <= flags
+    seen = {}
+    trained = [family for family, facts in json.loads(DATA.read_text()).items() if facts["kind"] in ("packed", "rows")]
+    for family in trained:
+        if (experts := find_experts(family)) is None or type(experts) in seen.values():
+            continue
+        seen[family] = type(experts)
+        experts.to_empty(device="cpu").float()
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in experts.parameters():
+                parameter.normal_(0, 0.3, generator=generator)
+        stack = experts.gate_up_proj if experts.has_gate else experts.up_proj
+        hidden = torch.randn(40, stack.shape[1 if experts.is_transposed else 2], generator=generator)
+        ids = torch.rand(40, experts.num_experts, generator=generator).argsort(1)[:, :2]
+        shares = torch.rand(ids.shape, generator=generator)
+        want = experts(hidden, ids, shares)
+        got = expert_products.compute_experts(experts, hidden, ids, shares)
+        assert (got - want).norm() <= 1e-6 * want.norm(), family
+    print(sorted(seen))
+    assert len(seen) > 20
 
 
 @pytest.mark.parametrize("bits", ["whole", "four"])

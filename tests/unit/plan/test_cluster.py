@@ -162,9 +162,9 @@ def test_experts_that_ranks_share_are_neither_gathered_nor_kept_whole():
 
 def test_a_rank_receives_as_many_times_the_mean_of_rows_as_it_is_asked_for():
     """Of T tokens, each to K of E experts, on ep ranks: the mean is T K choices, at worst ep T min(K, E / ep). Of a
-    choice are kept its token, what gate and up make of it, their silu and product, its result, its weight, one of 1,
-    and four numbers of 8 bytes; of a token one. The sum of a token's results goes back, and its gradient comes; of a
-    choice the gradient of its weight. A choice takes 2 FLOPs for each number of an expert, and in backward 4."""
+    choice are kept its token, what gate and up make of it, their silu and product, its result, its weight, and three
+    numbers of 8 bytes; of a token one. The sum of a token's results goes back, and its gradient comes; of a choice the
+    gradient of its weight. A choice takes 2 FLOPs for each number of an expert, and in backward 4."""
     cluster, tokens, chosen, size, inner = build_cluster("h100", 8), 4096, 8, 2048, 768
     words = (EAGER, "activation.checkpointing=none", "parallel.stage=zero3", f"data.max_length={tokens}")
 
@@ -180,7 +180,7 @@ def test_a_rank_receives_as_many_times_the_mean_of_rows_as_it_is_asked_for():
         more = rows - tokens * chosen
         copies = round(tokens * ep_size * (1 - comb(128 - 128 // ep_size, chosen) / comb(128, chosen)))
         more_tokens = min(ep_size * tokens, round(load * copies)) - copies
-        more_kept = more * (2 * (2 * size + 4 * inner) + 2 * 2 + 4 * 8) + more_tokens * 8
+        more_kept = more * (2 * (2 * size + 4 * inner) + 2 + 3 * 8) + more_tokens * 8
         assert kept_found - kept == pytest.approx(more_kept, rel=1e-5)  # copies of fewer tokens, rounded, were measured
         sent = {op: found.comm[op] - even.comm[op] for op in found.comm}
         more_sent = 48 * (more_tokens * 2 * size * 2 + more * 4)
