@@ -24,7 +24,8 @@ WEIGHT_BYTES = 4  # of the gradient of a choice's weight
 
 
 class Splits(NamedTuple):
-    """How many rows a rank sends to each rank along ep, and receives from each: tokens, and choices of experts."""
+    """Splits count the rows that a rank sends to each rank along ep, and receives from each: tokens, and choices of
+    experts."""
 
     tokens_sent: list[int]
     tokens_received: list[int]
@@ -33,7 +34,7 @@ class Splits(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """Rows in segments: the copies of a token, or its choices."""
+    """Segments say which rows belong together: the copies of a token, or its choices."""
 
     ids: Tensor  # [rows]: the segment of each row
     order: Tensor  # [rows]: the rows, those of the first segment first
@@ -41,7 +42,7 @@ class Segments(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """Where the tokens of a forward go, and which experts they chose."""
+    """A routing says where the tokens of a forward go, and which experts they chose."""
 
     splits: Splits
     copies: Segments  # of the rows that this rank sends: whose copy each is

@@ -62,7 +62,7 @@ class EPGroup:
 
 
 class RankExperts:
-    """A module of experts as products read it: with this rank's experts, as plain tensors."""
+    """A view of a module of experts that products read: it has this rank's experts, as plain tensors."""
 
     def __init__(self, module: nn.Module, num_experts: int):
         self.module, self.num_experts = module, num_experts

@@ -1,4 +1,4 @@
-"""Router biases: numbers that routers add to scores for the choice of experts alone, moved towards balance each step.
+"""Routers add biases to scores for the choice of experts alone; each step moves these towards balance.
 
 Loss-free balancing (Wang et al., arXiv 2408.15664, section 2; DeepSeek-V3, arXiv 2412.19437, section 2.1.2): after an
 optimizer step a bias rises by the rate where fewer tokens chose its expert than the mean of its block, and falls by it
