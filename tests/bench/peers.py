@@ -236,7 +236,7 @@ def prepare(folder: Path, settings: dict) -> None:
     write(folder / "exchanges.jsonl", [{"prompt": a["content"] + "\n", "completion": b["content"]} for a, b in pairs])
     for rows in (full_rows(settings, folder, "ddp"), exchanges(settings, folder, packing=False)):
         keep_rows(settings, folder, rows)
-    settings["model_on_four_ranks"] = str(apply_tensor_parallel(Path(settings["model"]), folder / "cut"))
+    settings["model_on_four_ranks"] = str(first_blocks(Path(settings["model"]), folder / "cut"))
     (folder / "settings.json").write_text(json.dumps(settings))
 
 
@@ -282,7 +282,7 @@ def model_of(folder: Path, tiny: bool) -> Path:
     return small.write_model(folder / "model", max_position_embeddings=512)
 
 
-def apply_tensor_parallel(model: Path, out: Path) -> Path:
+def first_blocks(model: Path, out: Path) -> Path:
     """`model` with its first BLOCKS blocks alone, in `out`; itself where it has no more."""
     from transformers import AutoModelForCausalLM
 
@@ -334,12 +334,26 @@ def add_to(there: dict, here: dict, measured: list[Group], same: list[Group]) ->
     return data, kept[0] + measured, kept[1] + same
 
 
+def choose_contenders(group: list[str], only: list[str]) -> list[str]:
+    """The contenders of `group` that `only` asks for: all of a pair that is named as in the table, else those whose
+    name holds one of the words. Without words all are asked for.
+    """
+    if not only or " / ".join(group) in only:
+        return group
+    return [name for name in group if any(word in name for word in only)]
+
+
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3, help="turns of each contender that count, in each launch")
     parser.add_argument("--launches", type=int, default=2, help="of each group: who has which core and pages is luck")
     parser.add_argument("--warmup", type=int, default=0, help="rounds before them, beside the step at the start")
-    parser.add_argument("--only", nargs="+", default=[], help="contenders whose name holds one of these words")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        help='pairs as "ddp / bare DDP", or contenders whose name holds one of these words',
+    )
     parser.add_argument(
         "--tiny", action="store_true", help="a tiny model with random weights, only to see that it runs"
     )
@@ -351,9 +365,7 @@ def main(words: list[str] | None = None) -> int:
         given = f"--rounds {asked.rounds} --launches {asked.launches} --warmup {asked.warmup}"
         print(f"{given}: must be at least 1, 1 and 0", file=sys.stderr)
         return 2
-    groups = [
-        [name for name in group if not asked.only or any(word in name for word in asked.only)] for group in GROUPS
-    ]
+    groups = [choose_contenders(group, asked.only) for group in GROUPS]
     if not any(groups):
         print(f"--only {asked.only}: no contender; there are", *CONTENDERS, sep="\n  ", file=sys.stderr)
         return 2

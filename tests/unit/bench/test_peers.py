@@ -225,3 +225,10 @@ def test_the_bench_runs(tmp_path, monkeypatch):
         assert len(each["losses"]) == 5 and len(each["seconds"]) == 2 and min(each["seconds"]) > 0
         assert each["largest_difference"] < 1e-5
         assert each["useful_tokens"] == [2 * 4 * 127] * 2
+
+
+def test_only_takes_a_pair_by_its_name_and_contenders_by_words():
+    only = ["zero3 / bare fully_shard", "DDP"]
+    chosen = [peers.choose_contenders(group, only) for group in peers.GROUPS]
+    assert [group for group in chosen if group] == [["bare DDP"], ["zero3", "bare fully_shard"]]
+    assert [peers.choose_contenders(group, []) for group in peers.GROUPS] == peers.GROUPS
