@@ -188,7 +188,7 @@ def rows_of(device: str) -> list[PackedRow]:
 
 
 def main(device: str, rounds: int = ROUNDS) -> list[dict]:
-    """The results of every row, with its shape."""
+    """The results of every row, with its shape; printed row by row, as JSON."""
     found = []
     for row in rows_of(device):
         print(
@@ -196,8 +196,9 @@ def main(device: str, rounds: int = ROUNDS) -> list[dict]:
         )
         found.append({"length": row.length, "heads": row.heads, "head_dim": row.head_dim, "document": row.document})
         found[-1]["kernels"] = compare(row, rounds)
+        print(json.dumps(found[-1]), flush=True)
     return found
 
 
 if __name__ == "__main__":
-    print(json.dumps(main("cuda" if torch.cuda.is_available() else "cpu")))
+    main("cuda" if torch.cuda.is_available() else "cpu")

@@ -13,6 +13,7 @@ with the cases that the time did not suffice for.
 
 import argparse
 import contextlib
+import ctypes
 import hashlib
 import json
 import os
@@ -55,6 +56,7 @@ ROWS += (
 )
 WITHOUT_FIGURES = ("failed", "left_out", "unfinished")
 QUANTISATION_SECONDS = 180
+PR_SET_PDEATHSIG, PRCTL = 1, ctypes.CDLL(None).prctl  # looked up here: little is safe between a fork and an exec
 LEAST_SECONDS = 45  # with less than this left none is begun
 COLUMNS = {  # of the table: key, unit
     "tok/s": ("tokens_per_second", 1, ",.0f"),
@@ -99,6 +101,7 @@ def end_of(command: list[str], said: Path, seconds: float, folder: Path, **varia
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=end_with_parent,
         )
         try:
             return process.wait(seconds)
@@ -108,6 +111,12 @@ def end_of(command: list[str], said: Path, seconds: float, folder: Path, **varia
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def end_with_parent() -> None:
+    """Has the kernel end this process, a part's, when the one that started it is killed: else it would hold the card
+    that the next call measures on."""
+    PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def run_case(case: Case, folder: Path, steps: int, seconds: float) -> dict:
@@ -135,7 +144,7 @@ def figures(case: Case, folder: Path, seen: dict, row_of_run: dict) -> dict:
         row["flops_per_token"] = model_flops(
             json.loads((case.shape_folder(folder) / "config.json").read_text()), attended
         )
-        if torch.cuda.is_available() and (gpu := gpu_of(torch.cuda.get_device_name())):
+        if gpu := gpu_of(seen.get("gpu", "")):  # asked where the case ran: this process has no context on the card
             row["mfu"] = speed * row["flops_per_token"] / gpu.flops
     elif "perf/mfu" in row:
         row["mfu"] = row["perf/mfu"] * row["perf/step_seconds"] / seen["step_seconds"]

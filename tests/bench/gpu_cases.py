@@ -79,7 +79,8 @@ class Case:
         return HERE / "shapes" / SHAPES[self.shape] if self.shape in SHAPES else folder / self.shape
 
     def overrides(self, folder: Path) -> list[str]:
-        """The recipe's keys. Logged every three steps, so that a row comes before the profiled ones."""
+        """The recipe's keys. Logged every three steps, so that a row comes before the profiled ones; with offload every
+        step, for a row has what the host did since the last one."""
         compiles = self.compiled and torch.cuda.is_available()
         return [
             f"model.path={self.shape_folder(folder)}",
@@ -95,7 +96,7 @@ class Case:
             f"optim.name={self.optimizer}",
             f"train.per_device_train_batch_size={self.batch}",
             f"train.compile={str(compiles).lower()}",
-            f"train.logging_steps={self.logging_steps}",
+            f"train.logging_steps={1 if self.offload else self.logging_steps}",
             *([f"train.loss_chunk_tokens={self.chunk}"] if self.chunk else []),
             *(
                 [f"train.async_save={self.saves}", "train.save_steps=5", "train.save_total_limit=1"]
@@ -122,21 +123,22 @@ class Case:
 
 
 def cases_of(cuda: bool) -> list[Case]:
-    """In order: what the time does not suffice for is at the end."""
+    """In order of what a next call would tell, by docs/benchmarks/gpu-first-touch.md: what the time does not suffice
+    for is at the end."""
     if not cuda:
         whole = [Case("tiny", 128, 2, "whole", loop=loop) for loop in ("shardbook", "bare")]
         return [Case("tiny", 128, 2), *whole]
     small = {"master": "bf16", "optimizer": "adamw_bf16"}
     first = [  # each beside what it is compared with
-        Case("1b", 4096, 4),
-        Case("8b", 8192, 1, checkpointing="full", seconds=100),
-        Case("8b", 8192, 1, checkpointing="full", seconds=100, **small),
         Case("1b", 4096, 2, "whole"),
         Case("1b", 4096, 2, "whole", loop="fsdp2"),
+        Case("moe", 8192, 1, checkpointing="full"),
         Case("8b", 8192, 1, checkpointing="selective", adapter="lora"),
         Case("1b", 4096, 2, "whole", loop="trainer"),
         Case("8b", 4096, 1, checkpointing="selective", adapter="qlora"),
-        Case("moe", 8192, 1, checkpointing="full"),
+        Case("8b", 8192, 1, checkpointing="full", seconds=100, **small),
+        Case("1b", 4096, 4),
+        Case("8b", 8192, 1, checkpointing="full", seconds=100),
         Case("1b", 4096, 4, compiled=False),
         Case("3b", 8192, 1, checkpointing="full", offload=True, seconds=110),
         Case("1b", 4096, 4, chunk=4096),

@@ -69,7 +69,8 @@ def kernels_of(events: Iterable) -> list[Kernel]:
 
 @contextlib.contextmanager
 def watch(steps: int, out: Path) -> Iterator[None]:
-    """While open, watch a loop of `steps` optimizer steps; after the last, write what was seen to `out`, as JSON.
+    """While open, watch a loop of `steps` optimizer steps, and write what was seen to `out`, as JSON: time and peaks
+    before the profiled steps, which may not end, and all of it after the last.
 
     step_seconds: mean wall time from the end of step WARMUP_STEPS to the end of the last one that is not profiled.
     """
@@ -94,10 +95,12 @@ def watch(steps: int, out: Path) -> Iterator[None]:
             seen.update(step_seconds=(time.perf_counter() - began) / (last - WARMUP_STEPS))
             if cuda:
                 seen.update(
+                    gpu=torch.cuda.get_device_name(),
                     allocated_peak_bytes=torch.cuda.max_memory_allocated(),
                     reserved_peak_bytes=torch.cuda.max_memory_reserved(),
                     alloc_retries=torch.cuda.memory_stats()["num_alloc_retries"],
                 )
+            out.write_text(json.dumps(seen))
         profiler.step()
         if done == steps:
             kernels = kernels_of(profiler.events())

@@ -7,7 +7,7 @@ import pytest
 import torch
 from families import write_family
 from planted import replace
-from test_cuda import TOLERANCE_BF16, cuda  # noqa: F401  (a fixture)
+from test_cuda import TOLERANCE, TOLERANCE_BF16, cuda, over_gloo  # noqa: F401  (cuda: a fixture)
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from world import losses, metrics, run_train, run_world, train_rank
@@ -60,6 +60,21 @@ def test_experts_in_bf16_stay_near_the_cpu(compiles, more, recipe, tmp_path):
     on_gpu = run_train(1, recipe, name, *words, *in_bf16)
     on_cpu = run_train(1, recipe, f"{name}-cpu", *words, environment={"CUDA_VISIBLE_DEVICES": ""})
     assert losses(on_gpu) == pytest.approx(losses(on_cpu), rel=2 * TOLERANCE_BF16)
+
+
+@pytest.mark.parametrize(("compiles", "dtype"), [("false", "fp32"), ("false", "bf16"), ("true", "bf16")])
+def test_two_ranks_share_experts(compiles, dtype, recipe, tmp_path):
+    """Places, exchanges, products and sums of a dispatch on the device; two ranks of a CPU without `ep_size` say what
+    comes out."""
+    wide = {"hidden_size": 64, "moe_intermediate_size": 64, "head_dim": 16}
+    words = (f"model.path={write_family(tmp_path / 'model', 'qwen3_moe', **wide)}", "train.steps=3")
+    more = ("parallel.ep_size=2", f"train.compile={compiles}", f"precision.params={dtype}")
+    given = [str(recipe), f"run.name=ep-{dtype}-{compiles}", *words, *more]
+    results = run_world(2, over_gloo, train_rank, given)
+    assert [code for code, _, _ in results] == [0, 0], results
+    on_gpu = losses(recipe.parent / f"ep-{dtype}-{compiles}")
+    on_cpu = losses(run_train(2, recipe, f"no-ep-{dtype}-{compiles}", *words, environment={"CUDA_VISIBLE_DEVICES": ""}))
+    assert on_gpu == pytest.approx(on_cpu, rel=TOLERANCE if dtype == "fp32" else 2 * TOLERANCE_BF16)
 
 
 def test_experts_without_rows_get_gradients_of_zero():

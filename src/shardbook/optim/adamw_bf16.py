@@ -23,6 +23,7 @@ from shardbook.local_tensors import local_values
 from shardbook.optim.elementwise import send_numbers
 
 PIECE = 2**24  # elements that are stepped at once: the noise of no more than these is held
+WIDTH = 2**10  # of the rows that they are stepped as: a constant of a kernel's graph, as their number is not
 MOMENTS = ("exp_avg", "exp_avg_sq")
 NAN = 0x7FC00000  # a CUDA device's own NaN has all lower bits set: added noise would make -0.0 of it
 
@@ -97,7 +98,8 @@ def noise_seed(*facts: int) -> int:
 
 
 def step_shard(flat: list[Tensor], coefficients: Tensor, seed: int) -> None:
-    """Runs `update` on a shard's flat weights, gradients and moments, PIECE elements at a time, in order."""
+    """Runs `update` on a shard's flat weights, gradients and moments, PIECE elements at a time, in order: on rows of
+    WIDTH, and on what is left."""
     weights = flat[0]
     if not weights.numel():
         return
@@ -106,7 +108,12 @@ def step_shard(flat: list[Tensor], coefficients: Tensor, seed: int) -> None:
     for piece in zip(*(tensor.split(PIECE) for tensor in flat), strict=True):
         # tensors of their own: a kernel gets a copy of what does not begin at a multiple of 16 bytes
         noise = [draw_noise(len(piece[0]), weights.device, generator) for _ in range(draws)]
-        fused(update, weights.device.type)(*piece, coefficients, *noise)
+        in_rows = len(piece[0]) // WIDTH * WIDTH
+        for part, shape in ((slice(in_rows), (-1, WIDTH)), (slice(in_rows, None), (-1,))):
+            if piece[0][part].numel():
+                tensors, noise_of_part = ([each[part].view(shape) for each in of] for of in (piece, noise))
+                step = fused(update, weights.device.type, static_widths=True)
+                step(*tensors, coefficients, *noise_of_part)
 
 
 def draw_noise(count: int, device: torch.device, generator: torch.Generator) -> Tensor:

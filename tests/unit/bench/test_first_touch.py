@@ -2,6 +2,8 @@
 measured is refused in one line, and all of it runs."""
 
 import json
+import subprocess
+import sys
 import time
 import warnings
 from dataclasses import dataclass
@@ -74,6 +76,36 @@ def test_what_hangs_crashes_or_runs_out_of_memory_takes_nothing_along(tmp_path, 
     assert "hangs: failed: ended after 15 s" in capsys.readouterr().out
     last = table(record.results)
     assert "failed: exit code -6" in last and "failed: out of memory" in last
+
+
+KILLED = """
+import sys
+sys.path[:0] = {paths}
+from gpu import Path, end_of
+end_of(["-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"], Path({said!r}), 600, Path("."))
+"""
+
+
+def test_a_part_ends_with_a_call_that_is_killed(tmp_path):
+    """Its session is its own, so what kills the call does not reach it, and it would hold the card's memory."""
+    said = tmp_path / "said"
+    program = KILLED.format(paths=sys.path, said=str(said))
+    with subprocess.Popen([sys.executable, "-c", program]) as process:
+        while not (said.is_file() and said.read_text().endswith("\n")):
+            time.sleep(0.05)
+        process.kill()
+    state = Path(f"/proc/{int(said.read_text())}/stat")
+    until = time.monotonic() + 20
+    while state.exists() and state.read_text().split()[2] != "Z":
+        assert time.monotonic() < until, "it lives on"
+        time.sleep(0.05)
+
+
+def test_time_counts_from_the_start_of_the_process():
+    """Imports among it: pytest's own took a part of a second at least."""
+    first = first_touch.seconds_since_start()
+    time.sleep(0.3)
+    assert 0.3 <= first_touch.seconds_since_start() - first < 10 and 0.1 < first < 7200
 
 
 def test_the_table_has_25_lines_at_most_and_keeps_what_was_measured():

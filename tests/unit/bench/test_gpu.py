@@ -147,14 +147,17 @@ def test_only_the_same_code_and_device_go_on(tmp_path):
     assert gpu.read_earlier(out, {"torch": "2"}, anew=False) == gpu.read_earlier(out, {"torch": "1"}, anew=True) == {}
 
 
-def test_the_watch_writes_after_the_last_step(tmp_path):
+def test_the_watch_writes_times_before_the_profile_and_all_after_the_last_step(tmp_path):
     weight = torch.nn.Parameter(torch.ones(64, 64))
     optimizer = torch.optim.SGD([weight], lr=0.1)
+    written = []
     with watch(8, tmp_path / "seen.json"):
         for _ in range(8):
             (weight @ weight).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
+            written.append((tmp_path / "seen.json").is_file() and json.loads((tmp_path / "seen.json").read_text()))
+    assert written[:4] == [False] * 4 and all(each.keys() == {"step_seconds"} for each in written[4:7])
     seen = json.loads((tmp_path / "seen.json").read_text())
     assert 0 < seen["step_seconds"] < 10 and "allocated_peak_bytes" not in seen  # not measured: absent
     assert seen["shares"]["gemm"] > 0 and sum(seen["shares"].values()) == pytest.approx(1)

@@ -297,6 +297,20 @@ def count_bytes_of_state(name, dtype):
         assert kept == wanted, parameter.shape
 
 
+def test_a_kernel_knows_the_width_of_its_rows(monkeypatch):
+    """A graph in which every size is a symbol reads bf16 one number at a time: 1.9 times as slow on an H200."""
+    shapes, asked = [], []
+
+    def fused(function, device_type, **how):
+        asked.append(how)
+        return lambda *given: shapes.append({tuple(each.shape) for each in given if len(each) != 7})
+
+    monkeypatch.setattr(ours, "PIECE", 2**12)
+    monkeypatch.setattr(ours, "fused", fused)
+    ours.step_shard([torch.randn(2**12 + 2**10 + 77) for _ in range(4)], torch.ones(7), 0)
+    assert shapes == [{(4, 2**10)}, {(1, 2**10)}, {(77,)}] and asked == [{"static_widths": True}] * 3
+
+
 @pytest.mark.slow
 def test_compiled_it_has_the_same_bits(monkeypatch):
     """What a GPU runs, as far as a CPU can tell: the same function through the compiler, in few graphs."""
@@ -306,7 +320,7 @@ def test_compiled_it_has_the_same_bits(monkeypatch):
     torch._dynamo.reset()
     counters["stats"].clear()
     for function in (ours.update, compiled):
-        monkeypatch.setattr(ours, "fused", lambda update, device_type, function=function: function)
+        monkeypatch.setattr(ours, "fused", lambda update, device_type, function=function, **_: function)
         for count in (999, 3 * 2**12 + 77, 2**12):
             dice = torch.Generator().manual_seed(0)
             tensors = [torch.randn(count, generator=dice) for _ in range(2)]
@@ -317,4 +331,4 @@ def test_compiled_it_has_the_same_bits(monkeypatch):
         # a CPU's compiler may fuse a product and a sum: one rounding less, the last bit of a weight
         assert torch.allclose(got[0], want[0], rtol=2**-23, atol=2**-24)
         assert all(torch.equal(*pair) for pair in zip(got[1:], want[1:], strict=True))
-    assert counters["stats"]["unique_graphs"] <= 2
+    assert counters["stats"]["unique_graphs"] <= 3  # rows of WIDTH, a first piece that is less, and what rows leave
