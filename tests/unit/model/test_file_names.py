@@ -13,6 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import shardbook.model.weights as weights
 from shardbook.model import file_names
+from shardbook.model.blocks import keep_blocks
 from shardbook.model.causal_lm import build_model, materialize
 from shardbook.model.families import load_config
 from shardbook.model.weight_files import StoredTensor, open_tensors
@@ -168,6 +169,22 @@ def test_a_buffer_is_read_kept_and_written_in_its_own_dtype(tmp_path):
     edit_weights(tmp_path / "in", lambda tensors: tensors.pop(name))
     assert f"missing {name}" in said_by(load, tmp_path / "in", "deepseek_v3")
     assert f"missing {name}" in said_by(weights.load_buffers, model, tmp_path / "in")
+
+
+def test_a_rank_of_other_blocks_reads_its_buffers_and_asks_for_all(tmp_path):
+    """A rank along pp has some blocks: files of the whole model hold buffers of others too, and may lack none."""
+    theirs = write(tmp_path / "in", "deepseek_v3")
+    model = build_model(small_config("deepseek_v3"), "fp32")
+    shapes = weights.file_shapes({name: each.shape for name, each in model.named_parameters()}, {})
+    first, *others = model.files.buffers
+    keep_blocks(model, range(2, 4), False, True)
+    materialize(model, torch.device("cpu"))
+    assert first not in weights.stored_buffers(model) and weights.stored_buffers(model).keys() == {*others}
+    weights.load_weights(model, tmp_path / "in", shapes)
+    assert all(torch.equal(model.get_buffer(name), theirs.get_buffer(name)) for name in others)
+    edit_weights(tmp_path / "in", lambda tensors: tensors.pop(first))
+    for read in (weights.load_weights, weights.load_buffers):
+        assert f"missing {first}" in said_by(read, model, tmp_path / "in", *[shapes] * (read is weights.load_weights))
 
 
 def test_random_vectors_are_the_familys_own():

@@ -18,6 +18,7 @@ from shardbook.model.file_names import FileNames
 from shardbook.model.hub import loadable, model_folder, tokenizer_folder
 from shardbook.model.weight_files import open_tensors
 from shardbook.model.weights import (
+    full_buffers,
     full_tensors,
     load_buffers,
     save_weights,
@@ -55,7 +56,8 @@ def export_result(
         return
     shapes = sharded.layout.full_shapes
     dtype = recipe.train.export_dtype
-    tensors, beside = full_tensors(sharded.masters, dtype, shapes), (model.files, stored_buffers(model), stops)
+    tensors = full_tensors(sharded.masters, dtype, shapes)
+    beside = model.files, full_buffers(model, sharded.layout.pipeline.ranks > 1), stops
     save_weights(out, tensors, shapes, config, tokenizer, folder, dtype, write, *beside)
     if write and recipe.model.init == "pretrained":
         _say_rest(model.files, folder)
