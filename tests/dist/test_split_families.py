@@ -53,7 +53,8 @@ def losses_of(axis, families):
 
     from shardbook.data.loader import Batching, build_micro_batch
     from shardbook.model.causal_lm import materialize
-    from shardbook.model.weights import shard_slices, stored_buffers
+    from shardbook.model.file_buffers import stored_buffers
+    from shardbook.model.weights import shard_slices
     from shardbook.objectives.sft import sft_loss
     from shardbook.optim.clip import clip_gradients
     from shardbook.parallel.mesh import build_mesh

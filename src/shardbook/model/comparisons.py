@@ -19,9 +19,9 @@ from shardbook.model.attention import KERNELS, use_attention
 from shardbook.model.batch import Batch
 from shardbook.model.blocks import copy_view, keep_blocks
 from shardbook.model.causal_lm import CausalLM
+from shardbook.model.file_buffers import stored_buffers
 from shardbook.model.hf_model import Unfit
 from shardbook.model.weight_files import StoredTensor
-from shardbook.model.weights import stored_buffers
 from shardbook.recipe import RecipeError, first_line
 
 TOLERANCE = 1e-5  # of the loss, and of gradients over the norm of the whole; the smallest leak that was seen is 2e-5

@@ -25,6 +25,7 @@ from shardbook.boxes import local_box
 from shardbook.local_tensors import local_part
 from shardbook.model.dtypes import DTYPES
 from shardbook.model.export_files import choose_padding, write_generation
+from shardbook.model.file_buffers import read_buffers, stored_buffers
 from shardbook.model.file_names import Assembled, FileNames
 from shardbook.model.hub import INDEX
 from shardbook.model.marks import NOT_STORED
@@ -91,7 +92,7 @@ def load_weights(model: nn.Module, folder: Path, file_shapes: Shapes | None = No
             _check_tied(stored[files.head], stored[files.embedding], folder)
         for name, part in ((name, part) for name, part in slices.items() if name in wanted):
             part.fill(stored[name].read_part(part.rows, part.columns))
-        _fill_buffers(stored_buffers(model), stored)
+        read_buffers(model, stored)
 
 
 def _check_tied(head: Any, embedding: Any, folder: Path) -> None:
@@ -109,30 +110,6 @@ def _check_tied(head: Any, embedding: Any, folder: Path) -> None:
                 f"weights in {folder}: tie_word_embeddings is true in config.json, and there is {differs}; set it "
                 "to false (in a copy on a disk, if the model is the hub's)"
             )
-
-
-def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the buffers of `model` that files hold, each whole on every rank that has its block. They are in no
-    checkpoint, but for biases of routers that a run moves: training changes no others."""
-    files: FileNames = model.files  # type: ignore[assignment]
-    return {name: buffer for name, buffer in model.named_buffers() if name in files.buffers}
-
-
-def load_buffers(model: nn.Module, folder: Path) -> None:
-    """Fills from `folder` the buffers that a checkpoint does not hold. Raises RecipeError where one is missing."""
-    files: FileNames = model.files  # type: ignore[assignment]
-    if files.buffers:
-        with open_tensors(folder) as opened:
-            stored = files.by_model_names(opened)
-            if missing := [name for name in files.buffers if name not in stored]:
-                raise RecipeError(f"weights in {folder} do not fit the model: missing {'; missing '.join(missing)}")
-            _fill_buffers(stored_buffers(model), stored)
-
-
-def _fill_buffers(buffers: dict[str, Tensor], stored: Mapping[str, Any]) -> None:
-    for name, buffer in buffers.items():
-        read = stored[name].read_rows(slice(0, stored[name].shape[0] if stored[name].shape else 1))
-        buffer.copy_(read.view(buffer.shape))
 
 
 @dataclass(frozen=True)
@@ -256,11 +233,10 @@ def full_tensors(
         yield name, tensor
 
 
-def full_buffers(model: nn.Module, is_part: bool) -> dict[str, Tensor]:
-    """Returns the buffers of the whole model that files hold. With `is_part`, where ranks have other blocks, rank 0
-    gets all. Collective."""
-    buffers = stored_buffers(model)
-    if not is_part:
+def full_buffers(model: nn.Module, full_shapes: Shapes) -> dict[str, Tensor]:
+    """Returns the buffers of the whole model that files hold; `full_shapes` and ranks as of `full_tensors`."""
+    buffers, parameters = stored_buffers(model), dict(student_parameters(model))
+    if all(name in parameters for name in full_shapes):
         return buffers
     files: FileNames = model.files  # type: ignore[assignment]
     absent = torch.empty(0, device=next(model.parameters()).device)
