@@ -46,10 +46,12 @@ CASES = [
     Case("ddp", 2, 1, 2, checkpointing="full", extra=(MOVES, EP, "train.logging_steps=2")),
     Case("zero2", 1, 2, 2, extra=(MOVES, UNPACKED, "train.per_device_train_batch_size=2")),
     Case("zero1", 1, 2, 2, True, extra=(MOVES, EP, UNPACKED, "offload.optimizer=cpu")),
+    Case("zero1", 1, 1, 3, pp=2, extra=(MOVES,)),
 ]
 WIDE = [
     Case("hsdp", 2, 2, 2, True, extra=(MOVES, EP)),
     Case("zero3", 1, 2, 2, True, cp=2, checkpointing="full", extra=(MOVES, EP)),
+    Case("zero2", 1, 2, 4, True, pp=2, checkpointing="full", extra=(MOVES, EP)),
     Case("ddp", 4, 1, 1, extra=(MOVES, UNPACKED, "train.check_steps=1", "train.deterministic=true")),
 ]
 COMPILED = [
@@ -149,11 +151,15 @@ def expected(recipe, tiny, tmp_path_factory):
 def assert_moved(family, cases, expected, results):
     for case in cases:
         outcomes, (want, biases) = outcomes_of(case, results), expected[1](family, case)
+        seen = list[str]()
         for rank in range(case.world):
             ours = torch.load(results / f"{case.name}.biases.{rank}")
-            assert ours.keys() == biases[-1].keys()
-            for name, bias in biases[-1].items():
-                assert torch.equal(ours[name], bias), f"{case.name}: {name} on rank {rank}: {ours[name]}, not {bias}"
+            seen += ours
+            for name, bias in ours.items():
+                wanted = biases[-1][name]
+                assert torch.equal(bias, wanted), f"{case.name}: {name} on rank {rank}: {bias}, not {wanted}"
+        copies = case.world // case.pp  # along pp each rank has those of its blocks
+        assert sorted(seen) == sorted(copies * [*biases[-1]])
         assert_replicas_agree(outcomes)
         assert_exact_bytes(outcomes)
         if case.cp == 1:
@@ -292,6 +298,8 @@ def test_a_model_without_them_is_refused_before_it_is_built(recipe, tiny):
 
 SAVING = ("train.steps=4", "train.save_steps=2", "train.gradient_accumulation_steps=2", "parallel.ep_size=2")
 STILL = "train.router_bias_update_rate=0"
+# two pipeline stages, and as many rows in a step
+STAGES = ("parallel.stage=zero1", "parallel.ep_size=1", "parallel.pp_size=2", "train.gradient_accumulation_steps=4")
 FILE = "model.safetensors"
 
 
@@ -352,6 +360,21 @@ def test_a_checkpoint_and_an_export_hold_them(recipe, expected, straight, after,
     assert_same(exported(straight / "export"), after()[-1])
 
 
+def test_pipeline_stages_save_and_export_those_of_their_blocks(recipe, expected, straight, after):
+    """Neither file lacks any; without pp a run goes on from such a checkpoint as the plain process does."""
+    run = run_train(2, recipe, "staged", *words_of(expected, MOVES, *STAGES))
+    verify(checkpoint := run / "checkpoints" / "step-000002")
+    assert_same(biases_in(checkpoint), after()[1])
+    ours, theirs = exported(run / "export"), exported(straight / "export")
+    assert ours.keys() == theirs.keys() and all(ours[name].dtype == theirs[name].dtype for name in theirs)
+    assert_same(ours, after()[-1])
+    assert losses(run) == pytest.approx(losses(straight), rel=1e-6)
+    again = stopped(run, "unstaged")
+    run_train(2, recipe, "unstaged", *words_of(expected, MOVES))
+    assert_same(exported(again / "export"), after()[-1])
+    assert losses(again) == pytest.approx(losses(straight), rel=1e-6)
+
+
 def test_a_run_goes_on_bitwise(recipe, expected, straight):
     run = stopped(straight, "again")
     run_train(2, recipe, "again", *words_of(expected, MOVES))
@@ -364,13 +387,14 @@ def test_a_run_goes_on_bitwise(recipe, expected, straight):
     ("world", "words"),
     [
         (2, ("parallel.stage=zero1", "parallel.ep_size=1", "offload.optimizer=cpu")),
+        (2, STAGES),
         (1, ("parallel.ep_size=1", "train.gradient_accumulation_steps=4")),
         (4, ("parallel.stage=hsdp", "parallel.dp_shard_size=2", "train.gradient_accumulation_steps=1")),
     ],
-    ids=["zero1", "one-rank", "hsdp"],
+    ids=["zero1", "pp", "one-rank", "hsdp"],
 )
-def test_another_layout_goes_on(world, words, recipe, expected, straight):
-    run = stopped(straight, name := f"to-{world}")
+def test_another_layout_goes_on(world, words, recipe, expected, straight, request):
+    run = stopped(straight, name := f"to-{request.node.callspec.id}")
     run_train(world, recipe, name, *words_of(expected, MOVES, *words))
     assert losses(run) == pytest.approx(losses(straight), rel=1e-6)
     ours, theirs = exported(run / "export"), exported(straight / "export")

@@ -1,5 +1,5 @@
 """Every family whose rows, matrices or layers may be shared by ranks: the loss and the gradient norm of transformers'
-own model of documents alone, in one process."""
+own model of documents alone, in one process. Along pp also families whose rows are one document each."""
 
 import dataclasses
 import json
@@ -11,15 +11,16 @@ from families import DATA, small_config
 from transformers import AutoModelForCausalLM, logging
 from world import run_world
 
+KINDS = {family: said["kind"] for family, said in json.loads(DATA.read_text()).items()}
 AXES = ("cp_size", "tp_size", "pp_size")
 # A few of them; the slow test takes all.
 FEW = {
     "cp_size": ["gemma3_text", "llama4_text"],
     "tp_size": ["mistral", "cohere2"],
-    "pp_size": ["gemma3_text", "gpt_oss"],
+    "pp_size": ["gemma3_text", "gpt_oss", "deepseek_v3", "olmoe", "lfm2_moe"],
 }
-# whose small models fp32 computes to 2e-6 in one process too
-ROUNDS = {"gemma4_text", "gemma3n_text", "helium", "nanochat"}
+# whose small models fp32 computes worse in one process too: their gradient norms are up to 8e-6 from those of fp64
+ROUNDS = {"gemma4_text", "gemma3n_text", "helium", "nanochat", "qwen3_next"}
 
 
 def rows():
@@ -52,7 +53,8 @@ def losses_of(axis, families):
 
     from shardbook.data.loader import Batching, build_micro_batch
     from shardbook.model.causal_lm import materialize
-    from shardbook.model.weights import shard_slices, stored_buffers
+    from shardbook.model.file_buffers import stored_buffers
+    from shardbook.model.weights import shard_slices
     from shardbook.objectives.sft import sft_loss
     from shardbook.optim.clip import clip_gradients
     from shardbook.parallel.mesh import build_mesh
@@ -71,7 +73,7 @@ def losses_of(axis, families):
     for family in families:
         theirs = weights_of(family)
         settings = {"model": {"path": "there"}, "train": {"steps": 1}, "parallel": {axis: 2, "stage": "zero1"}}
-        settings["precision"] = {"params": "fp32"}
+        settings |= {"precision": {"params": "fp32"}, "data": {"packing": KINDS[family] == "packed"}}
         try:
             recipe = resolve_precision(Recipe.model_validate(settings), "cpu")
             laid = place_model(recipe, World(2, 2, rank, device), small_config(family), None)
@@ -88,8 +90,9 @@ def losses_of(axis, families):
             place.fill_from(state[name].flatten(0, more))
         for name, buffer in stored_buffers(model).items():
             buffer.copy_(state[name])
-        batching = dataclasses.replace(Batching(64, 2, 0, 1, documents=3), **slices)
-        micro = build_micro_batch(encoded, [(0, 1, 2), (3, 4)], batching)
+        packed = dataclasses.replace(Batching(64, 2, 0, 1, documents=3), **slices)
+        unpacked = Batching(None, 5, 0, 1)
+        micro = build_micro_batch(encoded, [(0, 1, 2), (3, 4)], packed if recipe.data.packing else unpacked)
         shares = run_step(sharded, [micro], lambda model, micro: (sft_loss(model, micro) / 100)[None], device)
         loss = shares[0].sum()
         if axis != "tp_size":  # else each rank has all of it
@@ -107,7 +110,7 @@ def assert_split(axis, families):
         if not isinstance(said, str):
             loss, norm, wanted, wanted_norm = said
             error = max(abs(loss / wanted - 1), abs(norm / wanted_norm - 1))
-            if not error < (5e-6 if family in ROUNDS else 2e-6):
+            if not error < (2e-5 if family in ROUNDS else 2e-6):
                 wrong[family] = f"loss {abs(loss / wanted - 1):.0e}, norm {abs(norm / wanted_norm - 1):.0e}"
     assert not wrong, "; ".join(f"{family}: {said}" for family, said in wrong.items())
     return [family for family, said in first.items() if not isinstance(said, str)]
@@ -121,5 +124,6 @@ def test_a_few_families_are_shared_by_ranks(axis):
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", AXES)
 def test_every_family_that_may_be_shared_is_right(axis):
-    packed = [family for family, said in json.loads(DATA.read_text()).items() if said["kind"] == "packed"]
-    assert len(assert_split(axis, packed)) >= {"cp_size": 50, "tp_size": 15, "pp_size": 35}[axis]
+    kinds = ["packed", "rows"] if axis == "pp_size" else ["packed"]
+    asked = [family for family, kind in KINDS.items() if kind in kinds]
+    assert len(assert_split(axis, asked)) >= {"cp_size": 50, "tp_size": 15, "pp_size": 95}[axis]

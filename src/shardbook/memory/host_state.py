@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from shardbook.arithmetic import ceil_div, round_up
 from shardbook.axes import DP_SHARD, rank_along
 from shardbook.memory.direct_io import DirectFile, aligned, check_folder, free_bytes, page_buffer
-from shardbook.model.weights import stored_buffers
+from shardbook.model.file_buffers import stored_buffers
 from shardbook.parallel.layout import Layout
 from shardbook.parallel.units import Unit, shard_rows
 from shardbook.ranks.distributed import share_of_cores

@@ -65,7 +65,7 @@ class CausalLM(nn.Module):
             self.add_module(self.names.head, head)
         self.register_module("teacher", None)
         buffers = dict(self.named_buffers())
-        kept = tuple(name for name in self.state_dict() if name in buffers)
+        kept = {name: buffers[name].to("meta") for name in self.state_dict() if name in buffers}
         names = parts.names
         outer = f"{names.base}.{names.embedding}.weight", f"{names.head}.weight"
         self.files = FileNames(parts.hf_model, kept, *outer, self.is_tied, parts.stacked)
@@ -114,7 +114,7 @@ class CausalLM(nn.Module):
 
     @property
     def norm(self) -> Any:
-        """The last norm; None where the family does not say which it is, an identity where it lies elsewhere."""
+        """The last norm; None where none is found, an identity where it lies elsewhere."""
         return at(self.base, self.names.norm) if self.names.norm else None
 
     @property

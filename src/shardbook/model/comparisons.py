@@ -19,9 +19,9 @@ from shardbook.model.attention import KERNELS, use_attention
 from shardbook.model.batch import Batch
 from shardbook.model.blocks import copy_view, keep_blocks
 from shardbook.model.causal_lm import CausalLM
+from shardbook.model.file_buffers import stored_buffers
 from shardbook.model.hf_model import Unfit
 from shardbook.model.weight_files import StoredTensor
-from shardbook.model.weights import stored_buffers
 from shardbook.recipe import RecipeError, first_line
 
 TOLERANCE = 1e-5  # of the loss, and of gradients over the norm of the whole; the smallest leak that was seen is 2e-5
@@ -88,13 +88,17 @@ def run_in_halves(model: CausalLM, batch: Batch, wanted: LossAndGradients) -> st
         return "it has one block"
     outside = set(base.parameters()) - {p for block in model.blocks for p in block.parameters()}
     outside -= {p for part in (model.embedding, model.norm) if part is not None for p in part.parameters()}
-    if outside or not names.norm or model.files.buffers:
-        return "it has parameters, or buffers that files hold, beside its embedding, blocks and last norm"
+    if outside:
+        return "it has parameters beside its embedding, blocks and last norm"
+    if not names.norm:
+        return "its last norm is not found"
     halves = [copy_view(model) for _ in range(2)]
     for half, numbers in zip(halves, (range(count // 2), range(count // 2, count)), strict=True):
         keep_blocks(half, numbers, not numbers.start, numbers.start > 0)
     try:
         hidden = halves[0](batch)
+        if hidden.shape != (*batch.input_ids.shape, model.config.hidden_size):
+            return "its blocks pass on more than hidden states"
         sent = hidden.detach().requires_grad_()
         loss = halves[1](batch, summed=True, hidden=sent)
         named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -30,7 +30,7 @@ class FileNames:
     """The names that a model's tensors have in its files. `hf_model`: transformers' model that the model is made of."""
 
     hf_model: PreTrainedModel
-    buffers: tuple[str, ...]  # of the model that files hold
+    buffers: dict[str, Tensor]  # those of the whole model that files hold, on the meta device
     embedding: str  # the embedding's weight
     head: str  # the head's weight
     is_tied: bool

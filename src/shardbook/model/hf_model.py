@@ -28,7 +28,7 @@ class Unfit(Exception):
 @dataclass(frozen=True)
 class Names:
     """The names of the parts of transformers' model: of the base model and the head inside it, of the others inside the
-    base model. `norm` is empty where the family does not say which norm is the last."""
+    base model. `norm` is empty where no last norm is found."""
 
     base: str
     head: str
@@ -85,15 +85,30 @@ def split_model(config: PreTrainedConfig, dtype: torch.dtype) -> Parts:
     parameters = [parameter for block in blocks for parameter in set(block.parameters())]
     if len(parameters) > len(set(parameters)):
         raise Unfit("its blocks share parameters")
-    plan = list(getattr(config.get_text_config(), "base_model_pp_plan", None) or {})
-    norm = plan[-1] if plan and plan[-1] in inside.values() and plan[-1] != inside[blocks] else ""
     vectors, stacked = fill_buffers(base), stack_rows(base)
     hf_model.tie_weights()
+    norm = find_last_norm(base, inside[blocks], config)
     names = Names(children[base], children[head], inside[embedding], inside[blocks], norm)
     prefix = f"{names.base}."
     vectors = {prefix + name: vector for name, vector in vectors.items()}
     stacked = {prefix + name: shape for name, shape in stacked.items()}
     return Parts(hf_model, names, head.weight is embedding.weight, vectors, stacked)
+
+
+def find_last_norm(base: nn.Module, blocks: str, config: PreTrainedConfig) -> str:
+    """Returns the name, inside `base`, of the norm of what the last of the `blocks` returns; empty where none is found.
+    It is the last part of the family's pipeline plan, else the first norm that is made after the blocks, beside them;
+    not one without parameters, which a forward may apply before them too."""
+    owner, _, last = blocks.rpartition(".")
+    plan, beside = [*(getattr(config.get_text_config(), "base_model_pp_plan", None) or {})], base.get_submodule(owner)
+    if plan and plan[-1] != blocks and plan[-1] in dict(base.named_modules()):
+        return plan[-1]
+    names = [name for name, _ in beside.named_children()]
+    for name in names[names.index(last) + 1 :]:
+        module = beside.get_submodule(name)
+        if "norm" in type(module).__name__.lower() and [*module.parameters()]:
+            return f"{owner}.{name}" if owner else name
+    return ""
 
 
 def fill_buffers(base: PreTrainedModel) -> dict[str, Tensor]:

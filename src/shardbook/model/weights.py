@@ -25,6 +25,7 @@ from shardbook.boxes import local_box
 from shardbook.local_tensors import local_part
 from shardbook.model.dtypes import DTYPES
 from shardbook.model.export_files import choose_padding, write_generation
+from shardbook.model.file_buffers import read_buffers, stored_buffers
 from shardbook.model.file_names import Assembled, FileNames
 from shardbook.model.hub import INDEX
 from shardbook.model.marks import NOT_STORED
@@ -65,8 +66,7 @@ def load_weights(model: nn.Module, folder: Path, file_shapes: Shapes | None = No
     elsewhere = {name: shape for name, shape in (file_shapes or {}).items() if name not in slices}
     wanted = {name: part.shape for name, part in slices.items()} | elsewhere
     files: FileNames = model.files  # type: ignore[assignment]
-    buffers = stored_buffers(model)
-    wanted |= {name: buffer.shape for name, buffer in buffers.items()}
+    wanted |= {name: buffer.shape for name, buffer in files.buffers.items()}
     unread = {files.head} if files.is_tied or SCORE in wanted else set()
     with open_tensors(folder) as opened:
         stored = files.by_model_names(opened)
@@ -92,7 +92,7 @@ def load_weights(model: nn.Module, folder: Path, file_shapes: Shapes | None = No
             _check_tied(stored[files.head], stored[files.embedding], folder)
         for name, part in ((name, part) for name, part in slices.items() if name in wanted):
             part.fill(stored[name].read_part(part.rows, part.columns))
-        _fill_buffers(buffers, stored)
+        read_buffers(model, stored)
 
 
 def _check_tied(head: Any, embedding: Any, folder: Path) -> None:
@@ -110,30 +110,6 @@ def _check_tied(head: Any, embedding: Any, folder: Path) -> None:
                 f"weights in {folder}: tie_word_embeddings is true in config.json, and there is {differs}; set it "
                 "to false (in a copy on a disk, if the model is the hub's)"
             )
-
-
-def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the buffers of `model` that files hold, each whole on every rank. They are in no checkpoint, but for
-    biases of routers that a run moves: training changes no others."""
-    files: FileNames = model.files  # type: ignore[assignment]
-    return {name: buffer for name, buffer in model.named_buffers() if name in files.buffers}
-
-
-def load_buffers(model: nn.Module, folder: Path) -> None:
-    """Fills from `folder` the buffers that a checkpoint does not hold. Raises RecipeError where one is missing."""
-    if buffers := stored_buffers(model):
-        files: FileNames = model.files  # type: ignore[assignment]
-        with open_tensors(folder) as opened:
-            stored = files.by_model_names(opened)
-            if missing := [name for name in buffers if name not in stored]:
-                raise RecipeError(f"weights in {folder} do not fit the model: missing {'; missing '.join(missing)}")
-            _fill_buffers(buffers, stored)
-
-
-def _fill_buffers(buffers: dict[str, Tensor], stored: Mapping[str, Any]) -> None:
-    for name, buffer in buffers.items():
-        read = stored[name].read_rows(slice(0, stored[name].shape[0] if stored[name].shape else 1))
-        buffer.copy_(read.view(buffer.shape))
 
 
 @dataclass(frozen=True)
@@ -255,6 +231,19 @@ def full_tensors(
         if is_part:
             tensor = bring_to_main(tensor, shapes[name], DTYPES[dtype], name in parameters)
         yield name, tensor
+
+
+def full_buffers(model: nn.Module, full_shapes: Shapes) -> dict[str, Tensor]:
+    """Returns the buffers of the whole model that files hold; `full_shapes` and ranks as of `full_tensors`."""
+    buffers, parameters = stored_buffers(model), dict(student_parameters(model))
+    if all(name in parameters for name in full_shapes):
+        return buffers
+    files: FileNames = model.files  # type: ignore[assignment]
+    absent = torch.empty(0, device=next(model.parameters()).device)
+    return {
+        name: bring_to_main(buffers.get(name, absent), meta.shape, meta.dtype, name in buffers)
+        for name, meta in files.buffers.items()
+    }
 
 
 def bring_to_main(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype, is_here: bool) -> Tensor:

@@ -117,7 +117,7 @@ def apply_context_parallel(model: CausalLM, parallel: Parallel, rank: int) -> No
     block: Any
     for block in model.blocks:
         block.self_attn.cp_group = cp_group
-        cp_group.full_groups = block.self_attn.num_key_value_groups
+        cp_group.full_groups = getattr(block.self_attn, "num_key_value_groups", 1)  # absent: a key head a query head
         block.self_attn.num_key_value_groups = cp_group.groups
 
 

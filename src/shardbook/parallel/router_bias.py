@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from shardbook.model.causal_lm import CausalLM
-from shardbook.model.weights import stored_buffers
+from shardbook.model.file_buffers import stored_buffers
 from shardbook.parallel.expert_load import experts_in
 from shardbook.parallel.layout import Layout
 from shardbook.recipe import RecipeError

@@ -15,7 +15,8 @@ import torch
 
 from shardbook.model.adapter_files import load_adapter
 from shardbook.model.adapters import init_adapters, weights_identity
-from shardbook.model.weights import SCORE, init_weights, load_buffers, load_weights
+from shardbook.model.file_buffers import load_buffers
+from shardbook.model.weights import SCORE, init_weights, load_weights
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.ranks.distributed import broadcast_from_main
 from shardbook.recipe import Recipe, RecipeError

@@ -13,8 +13,10 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import shardbook.model.weights as weights
 from shardbook.model import file_names
+from shardbook.model.blocks import keep_blocks
 from shardbook.model.causal_lm import build_model, materialize
 from shardbook.model.families import load_config
+from shardbook.model.file_buffers import load_buffers, stored_buffers
 from shardbook.model.weight_files import StoredTensor, open_tensors
 from shardbook.recipe import Model, RecipeError
 
@@ -49,7 +51,7 @@ def load(folder, family):
 def export(model, source, out, dtype="fp32"):
     shapes, beside = (
         {name: parameter.shape for name, parameter in model.named_parameters()},
-        (model.files, weights.stored_buffers(model)),
+        (model.files, stored_buffers(model)),
     )
     tensors = weights.full_tensors(model, dtype)
     weights.save_weights(out, tensors, shapes, model.config, tokenizer(), source, dtype, True, *beside)
@@ -156,18 +158,34 @@ def test_a_buffer_is_read_kept_and_written_in_its_own_dtype(tmp_path):
     """The bias that chooses experts: rounded to bf16 it would choose others."""
     theirs = write(tmp_path / "in", "deepseek_v3")
     model = load(tmp_path / "in", "deepseek_v3")
-    (name,) = {name for name in weights.stored_buffers(model) if ".2." in name}
+    (name,) = {name for name in stored_buffers(model) if ".2." in name}
     assert name.endswith("e_score_correction_bias") and torch.equal(model.get_buffer(name), theirs.get_buffer(name))
     export(model, tmp_path / "in", tmp_path / "out", "bf16")
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(written[name], theirs.get_buffer(name)) and written["lm_head.weight"].dtype == torch.bfloat16
     assert build_model(small_config("deepseek_v3"), "bf16").get_buffer(name).dtype == torch.float32
     model.get_buffer(name).zero_()
-    weights.load_buffers(model, tmp_path / "in")  # as a resumed run does: its checkpoint has no buffer
+    load_buffers(model, tmp_path / "in")  # as a resumed run does: its checkpoint has no buffer
     assert torch.equal(model.get_buffer(name), theirs.get_buffer(name))
     edit_weights(tmp_path / "in", lambda tensors: tensors.pop(name))
     assert f"missing {name}" in said_by(load, tmp_path / "in", "deepseek_v3")
-    assert f"missing {name}" in said_by(weights.load_buffers, model, tmp_path / "in")
+    assert f"missing {name}" in said_by(load_buffers, model, tmp_path / "in")
+
+
+def test_a_rank_of_other_blocks_reads_its_buffers_and_asks_for_all(tmp_path):
+    """A rank along pp has some blocks: files of the whole model hold buffers of others too, and may lack none."""
+    theirs = write(tmp_path / "in", "deepseek_v3")
+    model = build_model(small_config("deepseek_v3"), "fp32")
+    shapes = weights.file_shapes({name: each.shape for name, each in model.named_parameters()}, {})
+    first, *others = model.files.buffers
+    keep_blocks(model, range(2, 4), False, True)
+    materialize(model, torch.device("cpu"))
+    assert first not in stored_buffers(model) and stored_buffers(model).keys() == {*others}
+    weights.load_weights(model, tmp_path / "in", shapes)
+    assert all(torch.equal(model.get_buffer(name), theirs.get_buffer(name)) for name in others)
+    edit_weights(tmp_path / "in", lambda tensors: tensors.pop(first))
+    for read in (weights.load_weights, load_buffers):
+        assert f"missing {first}" in said_by(read, model, tmp_path / "in", *[shapes] * (read is weights.load_weights))
 
 
 def test_random_vectors_are_the_familys_own():

@@ -37,6 +37,13 @@ def test_what_people_ask_for_is_packed():
     }
 
 
+def test_the_page_of_axes_counts_the_types_that_a_pipeline_takes():
+    trained = [said for said in committed().values() if said["kind"] in ("packed", "rows")]
+    split = sum("together" not in said for said in trained)
+    page = (families.ROOT / "docs" / "parallel.md").read_text()
+    assert f"of the {len(trained)} types that train, {split} can be split" in page
+
+
 @pytest.mark.slow
 def test_every_type_is_in_its_list():
     """A new transformers that moves one is seen."""

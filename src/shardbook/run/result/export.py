@@ -14,14 +14,14 @@ from shardbook.model.causal_lm import build_model
 from shardbook.model.expert_products import transposed_stacks
 from shardbook.model.export_files import choose_padding, write_generation
 from shardbook.model.families import load_config
+from shardbook.model.file_buffers import load_buffers, stored_buffers
 from shardbook.model.file_names import FileNames
 from shardbook.model.hub import loadable, model_folder, tokenizer_folder
 from shardbook.model.weight_files import open_tensors
 from shardbook.model.weights import (
+    full_buffers,
     full_tensors,
-    load_buffers,
     save_weights,
-    stored_buffers,
 )
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.recipe import Recipe, RecipeError
@@ -55,7 +55,8 @@ def export_result(
         return
     shapes = sharded.layout.full_shapes
     dtype = recipe.train.export_dtype
-    tensors, beside = full_tensors(sharded.masters, dtype, shapes), (model.files, stored_buffers(model), stops)
+    tensors = full_tensors(sharded.masters, dtype, shapes)
+    beside = model.files, full_buffers(model, shapes), stops
     save_weights(out, tensors, shapes, config, tokenizer, folder, dtype, write, *beside)
     if write and recipe.model.init == "pretrained":
         _say_rest(model.files, folder)
