@@ -81,14 +81,19 @@ def write_keys() -> str:
 
 
 def contradictions(key: str, rules: Any) -> list[str]:
-    """Returns what the table of rules says of `key`: beside which other keys, and why; one line for each reason."""
+    """Returns what the table of rules says of `key`: beside which other keys, under which further ones, and why; one
+    line for each reason."""
     found: dict[tuple[str, str], list[str]] = {}
     for rule in rules:
         for mine, theirs in ((rule.keys, rule.others), (rule.others, rule.keys)):
             for text in mine.split(" ") * bool(theirs):
                 name, _, value = text.partition("=")
                 if name.rstrip("!") == key:
-                    where = "" if name.endswith("!") else f" (where it is {listed(value)})"
+                    known = {key, *(other.partition("=")[0].rstrip("!") for other in theirs.split(" "))}
+                    needs = [each for each in rule.given.split() if each.partition("=")[0].rstrip("!") not in known]
+                    conditions = [] if name.endswith("!") else [f"where it is {listed(value)}"]
+                    conditions += [f"with {' and '.join(map(pattern, needs))}"] if needs else []
+                    where = f" ({', '.join(conditions)})" if conditions else ""
                     found.setdefault((where, plain(rule.why)), []).extend(theirs.split(" "))
     return [f"{', '.join(dict.fromkeys(map(pattern, theirs)))}{where}: {why}" for (where, why), theirs in found.items()]
 

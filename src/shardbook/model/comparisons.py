@@ -1,4 +1,4 @@
-"""What is compared with transformers' own small model of a family: files, cached steps, halves; and by which measure.
+"""What is compared with transformers' own small model of a family: files, cached steps, blocks as stages; and how.
 
 Each comparison takes our model and returns the reason why the family cannot do a thing, empty where it can, or raises
 Unfit where it cannot be trained at all.
@@ -81,8 +81,9 @@ def heeds_positions(model: CausalLM, batch: Batch) -> bool:
     return not torch.equal(*losses)
 
 
-def run_in_halves(model: CausalLM, batch: Batch, wanted: LossAndGradients) -> str:
-    """Returns the reason why the layers of `model` cannot lie on two ranks; empty where they can."""
+def run_in_stages(model: CausalLM, batch: Batch, wanted: LossAndGradients) -> str:
+    """Returns the reason why the layers of `model` cannot lie on several ranks; empty where they can: each block is a
+    stage by itself, so that what one passes to a later one is missed wherever it is."""
     base, names, count = model.base, model.names, len(model.all_blocks)
     if count == 1:
         return "it has one block"
@@ -92,26 +93,30 @@ def run_in_halves(model: CausalLM, batch: Batch, wanted: LossAndGradients) -> st
         return "it has parameters beside its embedding, blocks and last norm"
     if not names.norm:
         return "its last norm is not found"
-    halves = [copy_view(model) for _ in range(2)]
-    for half, numbers in zip(halves, (range(count // 2), range(count // 2, count)), strict=True):
-        keep_blocks(half, numbers, not numbers.start, numbers.start > 0)
+    stages = [copy_view(model) for _ in range(count)]
+    for number, stage in enumerate(stages):
+        keep_blocks(stage, [number], number == 0, number == count - 1)
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    sums = dict[str, Tensor | None](dict.fromkeys(wanted[1]))
     try:
-        hidden = halves[0](batch)
-        if hidden.shape != (*batch.input_ids.shape, model.config.hidden_size):
-            return "its blocks pass on more than hidden states"
-        sent = hidden.detach().requires_grad_()
-        loss = halves[1](batch, summed=True, hidden=sent)
-        named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        second = torch.autograd.grad(loss, [sent, *named.values()], allow_unused=True)
-        first = torch.autograd.grad(hidden, list(named.values()), second[0], allow_unused=True)
+        outputs, received = [stages[0](batch)], list[Tensor]()
+        for number, stage in enumerate(stages[1:], start=1):
+            if outputs[-1].shape != (*batch.input_ids.shape, model.config.hidden_size):
+                return "its blocks pass on more than hidden states"
+            received.append(outputs[-1].detach().requires_grad_())
+            outputs.append(stage(batch, summed=number == count - 1, hidden=received[-1]))
+        grad_output = None
+        for output, hidden in zip(reversed(outputs), [*reversed(received), None], strict=True):
+            inputs = [*named.values(), *([] if hidden is None else [hidden])]
+            gradients = torch.autograd.grad(output, inputs, grad_output, allow_unused=True)
+            for name, term in zip(named, gradients, strict=False):
+                total = sums[name]
+                sums[name] = term if total is None else total if term is None else total + term
+            grad_output = gradients[-1]
     except Exception as error:
         raise_if_ours(error)
         return f"its blocks pass on more than hidden states ({describe_error(error)})"
-    both = dict[str, Tensor | None](dict.fromkeys(wanted[1]))
-    for name, *parts in zip(named, first, second[1:], strict=True):
-        terms = [part for part in parts if part is not None]
-        both[name] = sum(terms[1:], start=terms[0]) if terms else None
-    if max(differences((loss.detach(), both), wanted)) > TOLERANCE:
+    if max(differences((outputs[-1].detach(), sums), wanted)) > TOLERANCE:
         return "its blocks pass on more than hidden states"
     return ""
 

@@ -37,7 +37,7 @@ from shardbook.model.comparisons import (
     gradients_of,
     heeds_positions,
     raise_if_ours,
-    run_in_halves,
+    run_in_stages,
 )
 from shardbook.model.families import blame
 from shardbook.model.hf_model import Unfit
@@ -187,7 +187,7 @@ def compare_with_transformers(small: PreTrainedConfig) -> Verdict:
     text = config.get_text_config()
     splits = demands == attention.PLAIN and not apart and listening.heads == {attention.heads_of(text)}
     splits = splits and heeds_positions(ours, alone)
-    together = run_in_halves(ours, alone, wanted)
+    together = run_in_stages(ours, alone, wanted)
     uncached = decode_by_steps(ours, theirs, [each for each in documents if len(each) > STEPS])
     return Verdict("", apart, demands, splits, together, uncached, unreached(wanted[1]))
 

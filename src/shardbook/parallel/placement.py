@@ -15,8 +15,9 @@ from shardbook.model.adapters import apply_lora, pack_blocks
 from shardbook.model.attention import KERNELS, Kernel, choose_attention, kernel_on_gpu
 from shardbook.model.causal_lm import CausalLM, build_model
 from shardbook.model.dtypes import DTYPES
-from shardbook.model.experts import expert_width
+from shardbook.model.experts import expert_width, has_interface
 from shardbook.model.flops import Flops, count_flops, experts_per_token
+from shardbook.model.marks import STACKED
 from shardbook.model.routers import check_routers, count_choices, freeze_routers
 from shardbook.model.selfcheck import check_family, freeze
 from shardbook.model.shrink import keep_layers
@@ -114,10 +115,16 @@ def check_packed_experts(recipe: Recipe) -> None:
             "train.compile = true with experts in four bits: torch's compiler recomputes no block that it compiles in "
             "parts, and they part it; set train.compile=false or activation.checkpointing=none"
         )
+    check_schedule(recipe, "experts in four bits")
+
+
+def check_schedule(recipe: Recipe, experts: str) -> None:
+    """Raises RecipeError where a `recipe` with these `experts`, each of which multiplies rows of its own, asks for the
+    interleaved schedule: that of parallel.ep_size (recipe/refusals.py) that holds without it too."""
     if recipe.parallel.pp_size > 1 and recipe.parallel.pipeline_schedule == "interleaved":
         raise RecipeError(
-            "parallel.pipeline_schedule = interleaved with experts in four bits: each micro-batch has other numbers of "
-            "rows, so a kernel may be loaded in mid-step, and two stages then wait for each other; set "
+            f"parallel.pipeline_schedule = interleaved with {experts}: each micro-batch has other numbers of rows, so "
+            "a kernel may be loaded in mid-step, and two stages then wait for each other; set "
             "parallel.pipeline_schedule=1f1b"
         )
 
@@ -181,6 +188,8 @@ def build_local(
     check_recipe(recipe, config)
     model = build_model(config, recipe.at_rest, chunk, attention, scores)
     width = expert_width(model)
+    if any(getattr(module, STACKED, None) and not has_interface(module) for module in model.modules()):
+        check_schedule(recipe, "experts that are multiplied one by one")
     freeze(model, check_family(config).without_gradient)
     check_routers(model.base, config, recipe.train.router_aux_loss_coef)
     check_biases(model, config, recipe.train.router_bias_update_rate)

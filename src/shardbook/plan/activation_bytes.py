@@ -70,7 +70,8 @@ def count_activation_bytes(layout: Layout, config: PreTrainedConfig, recipe: Rec
     """Returns the bytes of a micro-batch of full rows (data.max_length). With a budget, and compiled, it is fewer."""
     dtype, pipeline, budget = layout.dtype("params"), layout.pipeline, recipe.activation.budget
     itemsize, hidden = dtype.itemsize, config.hidden_size
-    numbers, kinds = layout.blocks(config.num_hidden_layers), kinds_of(config)
+    kinds = kinds_of(config)
+    numbers = layout.blocks(len(kinds))  # not the config's number of layers: some families have two in a block
     rows, tokens = recipe.train.per_device_train_batch_size, recipe.micro_tokens // layout.cp_size
     size = tokens, recipe.micro_tokens**2 // rows
     again = {*recipe.activation.recomputed(numbers)}
@@ -99,7 +100,7 @@ def count_activation_bytes(layout: Layout, config: PreTrainedConfig, recipe: Rec
 
     each = {(kind, is_again): under[is_again].blocks[kind] for kind, is_again in set(keys)}
     first, bytes_of = each[keys[0]], {key: work_of(key, block) for key, block in each.items()}
-    runs = [pipeline.own_layers(chunk, config.num_hidden_layers) for chunk in range(pipeline.chunks)]
+    runs = [pipeline.own_layers(chunk, len(kinds)) for chunk in range(pipeline.chunks)]
     stream = int(first.stream.of(*size))
     trains_head = not recipe.lora.r or "lm_head" in recipe.lora.modules_to_save
     every_output = recipe.outputs(config.vocab_size)

@@ -124,9 +124,10 @@ def muon_exchanges(layout: Layout) -> Collectives:
 
 
 def tied_numel(layout: Layout, rank: int) -> int:
-    """Returns the elements on the global `rank` of a weight tied over both ends of a pipeline: its unit's matrix."""
+    """Returns the elements on the global `rank` of a weight tied over both ends of a pipeline: the matrix of the first
+    stage's embedding, of the last stage's head."""
     end = layout.chunks[0 if layout.pipeline.has_first_pp_stage else -1]
-    units = (unit for unit in end.units if not unit.forward_only and not any(unit.is_block_matrix))
+    units = (unit for unit in end.units if not unit.forward_only and not unit.in_block)
     shape = max((shape for unit in units for shape in unit.shapes), key=len)
     return shard_rows(shape[0], layout.shards, rank_along(layout.sizes, DP_SHARD, rank)) * prod(shape[1:])
 

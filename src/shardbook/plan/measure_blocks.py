@@ -6,6 +6,7 @@ called as training calls it. Bytes are those of storages from allocation to rele
 from micro-batches of two lengths (three, where a dense mask grows with their square).
 """
 
+import contextlib
 import copy
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -116,8 +117,9 @@ def _look_at(config: PreTrainedConfig) -> Kinds:
         for layers in (firsts, tuple(range(firsts[-1] + 1)), tuple(range(len(facts)))):
             few = keep_layers(config, layers)
             few.tie_word_embeddings = False  # the gradient of a tied head waits for the embedding's, and is no block's
-            if differing(facts_of(few)) == [alike[number] for number in layers]:
-                break
+            with contextlib.suppress(ValueError):  # a family may take no such few: Gemma 3n's share keys and values
+                if differing(facts_of(few)) == [alike[number] for number in layers]:
+                    break
         remember(few, check_family(config))
         _kinds[key] = Kinds(of_blocks, few, layers)
     return _kinds[key]

@@ -20,6 +20,7 @@ from shardbook.parallel.units import Unit, backward_order
 from shardbook.plan.activation_bytes import FP32, ActivationBytes, count_activation_bytes, forward_bytes
 from shardbook.plan.events import step_passes
 from shardbook.plan.formulas import predict_gathered_peak, predict_resident, predict_secondary
+from shardbook.plan.measure_blocks import kinds_of
 from shardbook.plan.memory_replay import CopiedBytes, ShardedBytes
 from shardbook.recipe import Recipe
 
@@ -57,7 +58,8 @@ def _moments(layout: Layout, chunk: int, units: Sequence[Unit], work: Activation
     order, pipeline = [unit for unit in units if unit.numel], layout.pipeline
     spanning = [unit for unit in order if unit.is_root_like and not unit.forward_only]
     back = [unit for unit in backward_order(order) if not unit.is_root_like]
-    by_head = [unit for unit in back[:1] if any(shape[0] in (vocabulary, 1) for shape in unit.shapes)]
+    outer = [unit for unit in back[:1] if not unit.in_block]
+    by_head = [unit for unit in outer if any(shape[0] in (vocabulary, 1) for shape in unit.shapes)]
     blocks = [unit for unit in back if unit not in by_head and unit.read_in_backward and not unit.is_experts]
     experts = [unit for unit in back if unit.is_experts]
     experts_of = {block: unit for block in blocks for unit in experts if unit.modules[0] in block.inside}
@@ -158,7 +160,7 @@ def predict_generation(layout: Layout, config: PreTrainedConfig, recipe: Recipe)
     state, asked = predict_resident(layout, 0, recipe.optim.name), recipe.generate
     itemsize, length = layout.dtype("params").itemsize, recipe.data.max_length
     rows = ceil_div(asked.count, layout.data_rank(0)[1])
-    tokens, layers = rows * length, len(layout.blocks(config.num_hidden_layers))
+    tokens, layers = rows * length, len(layout.blocks(len(kinds_of(config))))
     units = [unit for unit in layout.units if layout.is_replicated or not unit.forward_only]
     numels = [unit.padded_numel(layout.shards_of(unit)) for unit in units]
     if layout.is_replicated:

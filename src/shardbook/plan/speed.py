@@ -80,13 +80,14 @@ def predict_step(
     tp_size = layout.tp_size
     vocab_rows = layout.share_of(recipe.outputs(config.vocab_size))
     head = vocab_rows * hidden
-    checkpointing, numbers = recipe.activation.checkpointing, layout.blocks(config.num_hidden_layers)
+    kinds, checkpointing = kinds_of(config), recipe.activation.checkpointing
+    numbers = layout.blocks(len(kinds))
     # share of forward's products that backward makes again: of selective none
     recomputed = 0.0 if checkpointing == "selective" else len(recipe.activation.recomputed(numbers)) / len(numbers)
     frozen_forwards = recipe.forwards_per_micro - 1  # forwards without a backward, for each micro-batch
     # multiply-adds: forward, and the gradient of what went in; of weights where they are trained
     pipeline = layout.pipeline
-    layer_share = len(numbers) / config.num_hidden_layers  # of the model's blocks that are this rank's
+    layer_share = len(numbers) / len(kinds)  # of the model's blocks that are this rank's
     blocks = layer_share * (flops.block * (2 + recomputed + frozen_forwards) + flops.block_trained) / tp_size
     blocks += more_expert_products(layout, recomputed + frozen_forwards)
     head, vocab_rows = head * pipeline.has_last_pp_stage, vocab_rows * pipeline.has_last_pp_stage
@@ -94,7 +95,7 @@ def predict_step(
     shapes = (shape for unit in units for shape in compress(unit.shapes, unit.trained))
     passes_of_head = 2 + recipe.recomputes_logits + frozen_forwards + any(shape[0] == vocab_rows for shape in shapes)
     products = 2 * tokens * (blocks + head * passes_of_head) / (PRODUCTS * peak_flops)
-    kinds, plain = kinds_of(config), without_adapters(recipe)
+    plain = without_adapters(recipe)
     measured = measure_blocks(config, plain, "none", layout.precision.params, **layout.block_sizes).blocks
     rank_blocks = [measured[kinds[number]] for number in numbers]
     queries = sum(block.attention for block in rank_blocks) / layout.cp_size
