@@ -105,7 +105,7 @@ def test_time_counts_from_the_start_of_the_process():
     """Imports among it: pytest's own took a part of a second at least."""
     first = first_touch.seconds_since_start()
     time.sleep(0.3)
-    assert 0.3 <= first_touch.seconds_since_start() - first < 10 and 0.1 < first < 7200
+    assert 0.3 <= first_touch.seconds_since_start() - first < 10 and 0.1 < first < 10**5
 
 
 def test_the_table_has_25_lines_at_most_and_keeps_what_was_measured():
