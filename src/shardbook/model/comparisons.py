@@ -1,4 +1,4 @@
-"""What is compared with transformers' own small model of a family: files, cached steps, blocks as stages; and how.
+"""Our small model of a family is compared with transformers' own: its files, cached steps, blocks as pipeline stages.
 
 Each comparison takes our model and returns the reason why the family cannot do a thing, empty where it can, or raises
 Unfit where it cannot be trained at all.
@@ -110,8 +110,8 @@ def run_in_stages(model: CausalLM, batch: Batch, wanted: LossAndGradients) -> st
             inputs = [*named.values(), *([] if hidden is None else [hidden])]
             gradients = torch.autograd.grad(output, inputs, grad_output, allow_unused=True)
             for name, term in zip(named, gradients, strict=False):
-                total = sums[name]
-                sums[name] = term if total is None else total if term is None else total + term
+                if term is not None:
+                    sums[name] = term if (total := sums[name]) is None else total + term
             grad_output = gradients[-1]
     except Exception as error:
         raise_if_ours(error)

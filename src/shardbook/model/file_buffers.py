@@ -10,21 +10,21 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardbook.model.file_names import FileNames
+from shardbook.model.file_names import files_of
 from shardbook.model.weight_files import open_tensors
 from shardbook.recipe import RecipeError
 
 
 def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Returns the buffers of `model` that files hold, by name: those of the blocks that are here."""
-    files: FileNames = model.files  # type: ignore[assignment]
+    files = files_of(model)
     return {name: buffer for name, buffer in model.named_buffers() if name in files.buffers}
 
 
 def load_buffers(model: nn.Module, folder: Path) -> None:
     """Fills from `folder` the buffers that a checkpoint does not hold. Raises RecipeError, on every rank, where one of
     the whole model is missing."""
-    files: FileNames = model.files  # type: ignore[assignment]
+    files = files_of(model)
     if files.buffers:
         with open_tensors(folder) as opened:
             stored = files.by_model_names(opened)

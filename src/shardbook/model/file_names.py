@@ -137,6 +137,12 @@ class FileNames:
         return {name: part.shape for name, part in self.to_files(meta_tensors)}
 
 
+def files_of(model: Any) -> FileNames:
+    """Returns the names that the tensors of `model` have in its files: of a CausalLM, or of a tree of its masters."""
+    files: FileNames = model.files
+    return files
+
+
 # Operations that change no row, but its place, or leave rows out. (Along another dim they do: seen by what they make of
 # numbers of rows.)
 MOVE_ROWS = {"MergeModulelist", "Concatenate", "Chunk", "Split", "Interleave", "Inkling2UnpadVocab"}

@@ -26,7 +26,7 @@ from shardbook.local_tensors import local_part
 from shardbook.model.dtypes import DTYPES
 from shardbook.model.export_files import choose_padding, write_generation
 from shardbook.model.file_buffers import read_buffers, stored_buffers
-from shardbook.model.file_names import Assembled, FileNames
+from shardbook.model.file_names import Assembled, FileNames, files_of
 from shardbook.model.hub import INDEX
 from shardbook.model.marks import NOT_STORED
 from shardbook.model.nf4 import ABSMAX_END, PACKED_END, fill_rows
@@ -65,7 +65,7 @@ def load_weights(model: nn.Module, folder: Path, file_shapes: Shapes | None = No
     slices = shard_slices(model)
     elsewhere = {name: shape for name, shape in (file_shapes or {}).items() if name not in slices}
     wanted = {name: part.shape for name, part in slices.items()} | elsewhere
-    files: FileNames = model.files  # type: ignore[assignment]
+    files = files_of(model)
     wanted |= {name: buffer.shape for name, buffer in files.buffers.items()}
     unread = {files.head} if files.is_tied or SCORE in wanted else set()
     with open_tensors(folder) as opened:
@@ -238,7 +238,7 @@ def full_buffers(model: nn.Module, full_shapes: Shapes) -> dict[str, Tensor]:
     buffers, parameters = stored_buffers(model), dict(student_parameters(model))
     if all(name in parameters for name in full_shapes):
         return buffers
-    files: FileNames = model.files  # type: ignore[assignment]
+    files = files_of(model)
     absent = torch.empty(0, device=next(model.parameters()).device)
     return {
         name: bring_to_main(buffers.get(name, absent), meta.shape, meta.dtype, name in buffers)

@@ -18,11 +18,7 @@ from shardbook.model.file_buffers import load_buffers, stored_buffers
 from shardbook.model.file_names import FileNames
 from shardbook.model.hub import loadable, model_folder, tokenizer_folder
 from shardbook.model.weight_files import open_tensors
-from shardbook.model.weights import (
-    full_buffers,
-    full_tensors,
-    save_weights,
-)
+from shardbook.model.weights import full_buffers, full_tensors, save_weights
 from shardbook.parallel.sharding import ShardedModel
 from shardbook.recipe import Recipe, RecipeError
 from shardbook.run.checkpoint.format import name_of, newest_checkpoint
